@@ -1,0 +1,51 @@
+# make demo   the main job: MiniMax-M3 served over a paged cache, tokens equal to transformers'
+# make test   the whole suite (GPU tests run where there is a GPU)
+# Both set up everything they need in .venv first. Others: lint, format, build, gpu-check, clean.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Everything the tests look at: the test-only binding of host-side C++ too.
+BUILD_ENV := MSA_BUILD_TEST_INTERNALS=1
+
+.PHONY: demo test setup build lint format gpu-check clean
+
+demo: build
+	$(BIN)/python -m examples.m3_serving.demo
+
+test: build
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+setup: $(VENV)/.ready
+
+# A dependency group, not an extra: nothing of ours has to be built to install it.
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --group dev
+	$(BUILD_ENV) $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
+
+# Incremental: compiles what changed since the last build.
+build: setup
+	$(BUILD_ENV) $(BIN)/python setup.py --quiet build_ext --inplace
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*' 'tests/cpp/*' | grep -E '\.(h|cpp|cu|cuh)$$')
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(git ls-files 'csrc/*' 'tests/cpp/*' | grep -E '\.(h|cpp|cu|cuh)$$')
+
+# On a machine with a GPU: the GPU tests, then a short benchmark; log and results in OUT.
+# MSA_PYTHON: the Python that has a CUDA build of torch; the libraries must be built.
+MSA_PYTHON ?= $(BIN)/python
+OUT ?= build/gpu-check
+gpu-check:
+	PYTHONPATH=. $(MSA_PYTHON) -m bench.gpu_check --out $(OUT)
+
+clean:
+	rm -rf build dist .venv *.egg-info msa_kernels/lib tests/_internals*.so
