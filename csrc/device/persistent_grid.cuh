@@ -1,0 +1,39 @@
+// The grid of a persistent kernel: as many CTAs as the device holds at a time.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <array>
+#include <atomic>
+
+#include "device/cuda_errors.h"
+
+namespace msa {
+
+constexpr int kMaxDevices = 64;
+
+// CTAs of `kernel` that the current device runs at once. Also raises the kernel's shared-memory
+// limit there. Asked of CUDA once a kernel and device: neither answer changes while the process
+// lives.
+template <auto kernel>
+int resident_ctas(const char* op, int device, int threads, int shared_bytes) {
+  static std::array<std::atomic<int>, kMaxDevices> known{};
+  if (device >= 0 && device < kMaxDevices) {
+    if (const int ctas = known[device].load(std::memory_order_relaxed)) return ctas;
+  }
+  int sms = 0, ctas_per_sm = 0;
+  check_cuda(
+      op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+      "raising the shared-memory limit");
+  check_cuda(op, cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device),
+             "reading the number of SMs");
+  check_cuda(
+      op,
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, threads, shared_bytes),
+      "reading the occupancy");
+  if (ctas_per_sm == 0) throw_runtime_error(op, "the kernel does not fit on this GPU");
+  if (device >= 0 && device < kMaxDevices) known[device].store(sms * ctas_per_sm);
+  return sms * ctas_per_sm;
+}
+
+}  // namespace msa

@@ -1,0 +1,25 @@
+// cp.async: global memory -> shared memory without registers in between, sm_80 and up.
+#pragma once
+
+#include <cstdint>
+
+namespace msa {
+
+// 16 bytes, past L1. Both addresses are multiples of 16.
+__device__ __forceinline__ void copy_async_16(uint32_t shared_address, const void* global_address) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address),
+               "l"(global_address)
+               : "memory");
+}
+
+__device__ __forceinline__ void commit_async_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most `kPending` of this thread's latest groups are still on their way.
+template <int kPending>
+__device__ __forceinline__ void wait_async_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace msa

@@ -1,0 +1,18 @@
+// Steps 1 and 2 at once: index_q and the index cache -> ids, without the scores in memory.
+#pragma once
+
+#include "step2_select/topk_blocks_params.h"
+
+namespace msa {
+
+struct SelectBlocksParams {
+  RowsView index_q;         // [T, Hi, Di]
+  PagedView index_k_cache;  // [pages, 1, 128, Di], dtype of index_q
+  BatchView batch;
+  SelectRule rule;
+  IdsView ids;  // [Hi, T, K] int32, written: ascending, then -1
+};
+
+void run_select_blocks(const SelectBlocksParams& params, const ExecContext& context);
+
+}  // namespace msa
