@@ -1,0 +1,24 @@
+"""One thin function per operator: a docstring and one `torch.ops.msa` call, in the order of the flow."""
+
+from .attend import paged_decode, sparse_decode, sparse_prefill
+from .merge import merge_lse
+from .remap import KVBlockSchedule, kv_block_schedule
+from .score import index_score
+from .select import select_blocks, topk_blocks
+from .view import DecodeView, decode_view
+from .write import write_cache
+
+__all__ = [
+    "DecodeView",
+    "KVBlockSchedule",
+    "decode_view",
+    "index_score",
+    "kv_block_schedule",
+    "merge_lse",
+    "paged_decode",
+    "select_blocks",
+    "sparse_decode",
+    "sparse_prefill",
+    "topk_blocks",
+    "write_cache",
+]

@@ -1,0 +1,12 @@
+"""FP8 scales as callers write them (a number or a tensor) to what the operators take (a tensor)."""
+
+import torch
+
+Scale = float | torch.Tensor | None
+
+
+def as_scale(scale: Scale) -> torch.Tensor | None:
+    """A number becomes a one-element CPU tensor, which the operator reads on the host and passes by value."""
+    if scale is None or isinstance(scale, torch.Tensor):
+        return scale
+    return torch.tensor([scale], dtype=torch.float32)

@@ -1,0 +1,73 @@
+"""What is built and what a call would run, asked from the libraries themselves."""
+
+import json
+from functools import lru_cache
+
+import torch
+
+from . import _load
+
+# Compute capabilities (major, minor) that a kernel folder runs on: at least, and below.
+_ARCH_RANGE = {"sm80": ((8, 0), (100, 0)), "sm90": ((9, 0), (9, 1))}
+
+
+@lru_cache
+def build_info() -> dict[str, dict | None]:
+    """What the loaded libraries contain.
+
+    Returns:
+        {"cpu": info, "cuda": info or None}; info has version, git_commit, compiler, torch_target, torch_headers,
+        cuda, cutlass, cuda_archs and kernels, a list of {op, arch, dtype, cache_dtype}.
+    """
+    cpu = json.loads(torch.ops.msa.build_info())
+    if _load.cuda_unavailable_reason is not None:
+        return {"cpu": cpu, "cuda": None}
+    return {"cpu": cpu, "cuda": json.loads(torch.ops.msa.cuda_build_info())}
+
+
+def is_supported(
+    op: str,
+    device: str | torch.device = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+) -> tuple[bool, str]:
+    """Whether a call of an operator would run, and the kernel folder it would take or the reason why not.
+
+    Args:
+        op: operator name, for example "sparse_prefill".
+        device: "cpu", "cuda" (the current device) or "cuda:1".
+        dtype: of q, index_q, k, the parts of a merge, or the ids of a remap or view.
+        cache_dtype: of the caches; None: the same as `dtype`. Ignored by operators without a cache.
+
+    Returns:
+        (True, "cpu" | "sm80" | "sm90") or (False, reason).
+
+    Raises:
+        ValueError: no operator has that name.
+    """
+    info = build_info()
+    if op not in {kernel["op"] for kernel in info["cpu"]["kernels"]}:
+        raise ValueError(f"msa.is_supported: op must be the name of an operator, got {op!r}")
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        return False, f"msa_kernels runs on cpu and cuda devices, not on {device.type}"
+    if device.type == "cuda" and info["cuda"] is None:
+        return False, str(_load.cuda_unavailable_reason)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return False, "torch finds no CUDA device"
+    kernels = [k for k in info[device.type]["kernels"] if k["op"] == op]
+    if not kernels:
+        return False, f"no {device.type} kernel of {op} is in this build"
+    names = [str(d).removeprefix("torch.") for d in (dtype, cache_dtype or dtype)]
+    fitting = [k for k in kernels if k["dtype"] == names[0] and k["cache_dtype"] in (None, names[1])]
+    if not fitting:
+        built = ", ".join(f"{k['dtype']}/{k['cache_dtype'] or '-'}" for k in kernels)
+        return False, f"no {device.type} kernel of {op} for {'/'.join(names)}; built: {built}"
+    if device.type == "cpu":
+        return True, "cpu"
+    capability = torch.cuda.get_device_capability(device)
+    for kernel in reversed(fitting):  # later lines of a list are for newer architectures
+        low, below = _ARCH_RANGE[kernel["arch"]]
+        if low <= capability < below:
+            return True, kernel["arch"]
+    return False, f"no kernel of {op} runs on compute capability {capability[0]}.{capability[1]}"
