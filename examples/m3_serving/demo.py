@@ -1,0 +1,266 @@
+"""Serves a small random MiniMax-M3 and checks every token against transformers.
+
+Three requests of different lengths, cut from the sources of Python's standard library (bytes are
+tokens), share the engine's steps: prompts in chunks, answers next to them. transformers then
+generates the same answers with its eager attention, one request at a time. One different token, and
+the demo shows where and exits with status 1.
+"""
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from .config import DENSE_ATTENTION
+from .engine import Engine
+from .model import Model
+from .scheduler import Request
+
+DEMO_FOLDER = Path(__file__).resolve().parents[2] / ".demo"
+BOS, EOS = 256, 257  # after the 256 bytes
+NEW_TOKENS = 64
+PROMPT_TOKENS = {
+    "argparse": 5300,
+    "textwrap": 2300,
+    "bisect": 700,
+}  # module whose source is the text: tokens
+STEP_TOKENS = 512
+
+RECIPE = {
+    "version": 1,  # raise it when `make_checkpoint` changes
+    "seed": 7,
+    "text_config": {
+        "vocab_size": 258,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 16384,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5_000_000.0,
+            "partial_rotary_factor": 0.5,
+        },
+        "layer_types": [
+            "full_attention",
+            "minimax_m3_sparse",
+            "minimax_m3_sparse",
+            "minimax_m3_sparse",
+        ],
+        "index_n_heads": 2,
+        "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+        "dense_intermediate_size": 512,
+        "intermediate_size": 192,
+        "shared_intermediate_size": 192,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "initializer_range": 0.12,
+    },
+    # The vision tower is there because the full model is what has the released layout; it is not
+    # read.
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 56,
+    },
+}
+
+
+def make_checkpoint() -> Path:
+    """Saves the model of RECIPE in the released layout, once; returns its folder."""
+    from transformers import MiniMaxM3SparseForConditionalGeneration, MiniMaxM3VLConfig, set_seed
+
+    digest = hashlib.sha256(json.dumps(RECIPE, sort_keys=True).encode()).hexdigest()[:12]
+    folder = DEMO_FOLDER / digest
+    if (folder / "config.json").exists():
+        return folder
+    set_seed(RECIPE["seed"])
+    hidden = RECIPE["text_config"]["hidden_size"]
+    config = MiniMaxM3VLConfig(
+        text_config=RECIPE["text_config"],
+        vision_config=RECIPE["vision_config"],
+        projector_hidden_size=hidden,
+    )
+    model = MiniMaxM3SparseForConditionalGeneration(config).float()
+    with torch.no_grad():
+        for name, tensor in model.model.language_model.state_dict().items():
+            # New norms and router biases are all zero: a mistake in using them would not show.
+            if name.endswith(("norm.weight", "e_score_correction_bias")):
+                tensor.normal_(std=0.1)
+            # Twice the usual scale of q and k: attention picks few tokens, so which blocks it sees
+            # matters.
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                tensor.add_(1.0)
+    unfinished = folder.with_suffix(
+        ".unfinished"
+    )  # renamed when whole: an interrupted run leaves no half
+    shutil.rmtree(unfinished, ignore_errors=True)
+    model.save_pretrained(unfinished)
+    unfinished.rename(folder)
+    return folder
+
+
+def prompts() -> dict[str, list[int]]:
+    """Token ids of each prompt: the first bytes of a standard library module's source."""
+    result = {}
+    for name, count in PROMPT_TOKENS.items():
+        source = Path(inspect.getsourcefile(__import__(name))).read_bytes()
+        if len(source) < count:
+            raise ValueError(f"the source of {name} must have {count} bytes, got {len(source)}")
+        result[name] = [BOS, *source[: count - 1]]
+    return result
+
+
+def serve(engine: Engine, texts: dict[str, list[int]], console: Console) -> dict[str, Request]:
+    """Runs all prompts through one engine, together."""
+    requests = {
+        name: engine.add_request(text, max_new_tokens=NEW_TOKENS) for name, text in texts.items()
+    }
+    with Progress(console=console, transient=True) as progress:
+        total = sum(len(text) + NEW_TOKENS for text in texts.values())
+        task = progress.add_task("engine", total=total)
+        while engine.has_work:
+            engine.step()
+            progress.update(task, completed=sum(r.num_computed for r in requests.values()))
+    return requests
+
+
+def transformers_answers(
+    folder: Path, texts: dict[str, list[int]], console: Console
+) -> dict[str, tuple[list[int], torch.Tensor]]:
+    """(answer, margins [tokens]) of each prompt from transformers' eager attention.
+
+    A margin is how far the chosen token's logit is above the next one: what rounding may not
+    exceed.
+    """
+    from transformers import MiniMaxM3SparseForConditionalGeneration
+
+    model = MiniMaxM3SparseForConditionalGeneration.from_pretrained(
+        folder, attn_implementation="eager"
+    )
+    answers = {}
+    for name, text in texts.items():
+        with console.status(f"transformers: {name}"):
+            result = model.generate(
+                torch.tensor([text]),
+                attention_mask=torch.ones(1, len(text), dtype=torch.int64),
+                max_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+        best, second = torch.cat(result.logits).topk(2).values.unbind(-1)
+        answers[name] = result.sequences[0, len(text) :].tolist(), best - second
+    return answers
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    """Index of the first token that one has and the other has not; None if they are equal."""
+    if a == b:
+        return None
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+def difference_without_selection(
+    engine: Engine, prompt: list[int], answer: list[int]
+) -> int | None:
+    """Index at which the answer changes if all blocks are attended to; None if nowhere."""
+    layers = (DENSE_ATTENTION,) * engine.config.num_layers
+    config = dataclasses.replace(engine.config, layer_types=layers)
+    dense = Engine(Model(config, engine.model.weights), cache_tokens=len(prompt) + len(answer))
+    for index, token in enumerate(dense.stream(prompt, max_new_tokens=len(answer))):
+        if token != answer[index]:
+            return index
+    return None
+
+
+def check_and_tabulate(
+    engine: Engine,
+    requests: dict[str, Request],
+    expected: dict[str, tuple[list[int], torch.Tensor]],
+) -> tuple[Table, list[str]]:
+    """(one row a request, what differs from transformers)."""
+    headers = ("prompt\ntokens", "new\ntokens", "equal", "least\nmargin")
+    table, failures = Table("request"), []
+    for header in (*headers, "blocks\nvisible", "blocks\nattended", "tokens/s"):
+        table.add_column(header, justify="right")
+    for name, request in requests.items():
+        (answer, margins), got = expected[name], request.generated
+        at = first_difference(got, answer)
+        if at is not None:
+            got_token, expected_token = (a[at] if at < len(a) else "the end" for a in (got, answer))
+            margin = f"{float(margins[at]):.2e}" if at < len(margins) else "none"
+            failures.append(
+                f"{name}: token {at} of the answer must be {expected_token} as in transformers "
+                f"(logit margin {margin}), got {got_token}"
+            )
+        visible, attended = engine.blocks_of(request)
+        table.add_row(
+            name,
+            str(len(request.prompt)),
+            str(len(got)),
+            "yes" if at is None else "no",
+            f"{float(margins.min()):.4f}",
+            str(visible),
+            str(attended),
+            f"{request.statistics.tokens_per_second(len(got)):.1f}",
+        )
+    return table, failures
+
+
+def main() -> int:
+    """Returns the exit status: 0 if every token is the same and selection mattered."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    console = Console()
+    with console.status("checkpoint"):
+        folder = make_checkpoint()
+        texts = prompts()
+    engine = Engine.from_folder(folder, max_step_tokens=STEP_TOKENS)
+    started = time.perf_counter()
+    requests = serve(engine, texts, console)
+    console.print(
+        f"engine: {len(requests)} requests together in {engine.num_steps} steps of at most "
+        f"{STEP_TOKENS} tokens, {time.perf_counter() - started:.1f} s"
+    )
+    started = time.perf_counter()
+    expected = transformers_answers(folder, texts, console)
+    console.print(f"transformers: one by one, {time.perf_counter() - started:.1f} s")
+    table, failures = check_and_tabulate(engine, requests, expected)
+
+    longest = max(requests.values(), key=lambda request: len(request.prompt))
+    with console.status("the longest request again, attending to all blocks"):
+        changed_at = difference_without_selection(engine, longest.prompt, longest.generated)
+    if changed_at is None:
+        failures.append(
+            "selection: attending to all blocks must change the longest answer, got the same tokens"
+        )
+    else:
+        console.print(
+            f"attending to all blocks would change the longest answer from token {changed_at} on"
+        )
+    console.print(table)
+    for failure in failures:
+        console.print(failure, style="red", markup=False)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
