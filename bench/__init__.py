@@ -1,0 +1,1 @@
+"""Microbenchmarks of the operators, beside what one would use instead: `python -m bench --help`."""

@@ -1,0 +1,91 @@
+"""FlashInfer's MSA operators, when the package is installed."""
+
+import importlib.util
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from ..inputs import Inputs
+from .base import Call, CannotRun
+from .vllm import decode_like
+
+
+def load(folder: Path | None) -> "FlashInfer":
+    """As installed; its kernels are compiled at run time from the whole package."""
+    if importlib.util.find_spec("flashinfer") is None:
+        raise CannotRun("flashinfer is not installed; it compiles from the whole package")
+    try:
+        import flashinfer.msa_ops as ops
+    except Exception as error:  # its import reaches into CUDA, compilers and caches
+        raise CannotRun(f"flashinfer.msa_ops does not import: {error}") from error
+    return FlashInfer(ops, metadata.version("flashinfer-python"))
+
+
+class FlashInfer:
+    """See the module. What it does not serve it says itself when it is called."""
+
+    name = "flashinfer"
+
+    def __init__(self, ops: ModuleType, version: str) -> None:
+        """`ops`: flashinfer.msa_ops."""
+        self.ops, self.version = ops, version
+
+    def prepare(self, op: str, inputs: Inputs) -> Call:
+        """See `Peer`."""
+        if op == "select_blocks":
+            select = self._select(inputs)
+            return Call(select, lambda ids: ids.transpose(0, 1))
+        if op in ("sparse_prefill", "sparse_decode"):
+            attend = self._attend(op, inputs)
+            return Call(lambda: attend(inputs.ids))
+        if op in ("msa_prefill", "msa_decode", "decode_step"):
+            select, attend = self._select(inputs), self._attend(op, inputs)
+
+            def run():
+                ids = select().transpose(0, 1).contiguous()
+                return ids, attend(ids)
+
+            return Call(run, note="select and attend; no write" if op == "decode_step" else None)
+        raise CannotRun(f"has no kernel of its own for {op}")
+
+    def _select(self, inputs: Inputs):
+        shape, keys = inputs.shape, inputs.index_k_cache[:, None]
+        visible = inputs.visible
+        ids = torch.empty(
+            (shape.num_tokens, shape.num_kv_heads, shape.topk),
+            dtype=torch.int32,
+            device=inputs.device,
+        )
+
+        def run():
+            scores = self.ops.msa_proxy_score(
+                inputs.index_q,
+                keys,
+                inputs.cu_seqlens_q,
+                page_table=inputs.block_table,
+                seqused_k=inputs.seq_lens,
+                causal=True,
+                max_seqlen_q=max(shape.q_lens),
+                max_k_tiles=shape.max_blocks,
+            )
+            return self.ops.msa_topk_select(
+                scores, shape.topk, num_valid_pages=visible, output=ids, force_end_blocks=1
+            )
+
+        return run
+
+    def _attend(self, op: str, inputs: Inputs):
+        k, v = inputs.kv("interleaved")
+        batch = {"page_table": inputs.block_table, "seqused_k": inputs.seq_lens, "causal": True}
+        if op in ("sparse_decode", "msa_decode", "decode_step"):
+            if not decode_like(inputs):
+                raise CannotRun("decode takes as many query tokens of every request")
+            q_len = inputs.shape.q_len
+            return lambda ids: self.ops.msa_sparse_decode_attention(
+                inputs.q, k, v, ids, seqlen_q=q_len, **batch
+            )
+        return lambda ids: self.ops.msa_sparse_attention(
+            inputs.q, k, v, ids, inputs.cu_seqlens_q, **batch
+        )
