@@ -1,0 +1,66 @@
+// Row t * Hkv + h: page_table = page(j) * page_step + h * head_step for the selected blocks j of
+// (t, h), ascending, then 0; kv_lens = (n - 1) * 128 + tokens of the last of these n blocks.
+//
+// Left out of a row: entries of ids that count nothing, and blocks whose table entry is negative or
+// leads to a view page that int32 cannot hold.
+//
+// Threads: ranges of tiles, each of up to 64 tokens of one request.
+// Limits: the operator does not know the size of the cache; a page past its end gets a view page
+// past the end of the view, which the attention step leaves out.
+#include <limits>
+
+#include "cpu/element.h"
+#include "cpu/token_tiles.h"
+#include "host/parallel.h"
+#include "step3_view/decode_view_params.h"
+
+namespace msa {
+namespace {
+
+constexpr int64_t kTokensPerTile = 64;
+constexpr int64_t kTilesPerTask = 16;  // a decode token is a tile of its own
+constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
+
+void write_row(const DecodeViewParams& params, const TokenTile& tile, int64_t token, int64_t head) {
+  const int64_t topk = params.ids.topk;
+  const int64_t row = token * params.ids.num_heads + head;
+  int32_t* pages = params.page_table + row * topk;
+  std::fill(pages, pages + topk, 0);
+  params.kv_lens[row] = 0;
+  if (tile.padding()) return;
+
+  const int64_t position = tile.position(token);
+  int32_t blocks[kMaxTopk];
+  const int64_t visible = visible_blocks(position, params.batch.max_pages);
+  const int count = selected_blocks(params.ids, head, token, visible, blocks);
+  int64_t listed = 0, last_tokens = 0;
+  for (int i = 0; i < count; ++i) {
+    const int64_t page = page_of(params.batch, tile.request, blocks[i], kInt32Max);
+    if (page < 0) continue;
+    const int64_t view_page = page * params.page_step + head * params.head_step;
+    if (view_page > kInt32Max) continue;
+    pages[listed++] = static_cast<int32_t>(view_page);
+    last_tokens = visible_tokens(position, blocks[i]);
+  }
+  if (listed > 0) {
+    params.kv_lens[row] = static_cast<int32_t>((listed - 1) * kBlock + last_tokens);
+  }
+}
+
+}  // namespace
+
+void run_decode_view(const DecodeViewParams& params, const ExecContext&) {
+  const std::vector<TokenTile> tiles = token_tiles(params.batch, kTokensPerTile);
+  parallel_for(static_cast<int64_t>(tiles.size()), kTilesPerTask, [&](int64_t begin, int64_t end) {
+    for (int64_t index = begin; index < end; ++index) {
+      const TokenTile& tile = tiles[index];
+      for (int64_t token = tile.begin; token < tile.end; ++token) {
+        for (int64_t head = 0; head < params.ids.num_heads; ++head) {
+          write_row(params, tile, token, head);
+        }
+      }
+    }
+  });
+}
+
+}  // namespace msa
