@@ -33,12 +33,12 @@ build: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*' 'tests/cpp/*' | grep -E '\.(h|cpp|cu|cuh)$$')
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*' 'tests/cpp/*' | grep -E '\.(h|cpp|cu|cuh|inc)$$')
 
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(git ls-files 'csrc/*' 'tests/cpp/*' | grep -E '\.(h|cpp|cu|cuh)$$')
+	$(BIN)/clang-format -i $$(git ls-files 'csrc/*' 'tests/cpp/*' | grep -E '\.(h|cpp|cu|cuh|inc)$$')
 
 # On a machine with a GPU: the GPU tests, then a short benchmark; log and results in OUT.
 # MSA_PYTHON: the Python that has a CUDA build of torch; the libraries must be built.

@@ -3,17 +3,18 @@
     msa_kernels/lib/libmsa_ops.so    schemas, input checks, CPU kernels: needs a C++17 compiler only
     msa_kernels/lib/libmsa_cuda.so   the CUDA kernels: needs nvcc and the CUTLASS headers
 
-Both use libtorch's stable ABI alone: they serve every torch from TORCH_TARGET on and any Python. The CUDA library is
-built where torch has CUDA and nvcc is found, or on request. Objects stay in build/native/, so a rebuild compiles only
-what changed.
+Both use libtorch's stable ABI alone: they serve every torch from TORCH_TARGET on and any Python.
+The CUDA library is built where torch has CUDA and nvcc is found, or on request. Objects stay in
+build/native/, so a rebuild compiles only what changed.
 
 Environment:
-    MSA_BUILD_CUDA        1: build the CUDA library, fail when that is not possible; 0: never build it; unset: as above
-    MSA_CUDA_ARCHS        comma-separated, default 80,90a,100a,120a; sm80/ folders are compiled for all of them (and
+    MSA_BUILD_CUDA        1: build the CUDA library, fail when that is not possible; 0: never build
+    it; unset: as above MSA_CUDA_ARCHS        comma-separated, default 80,90a,100a,120a; sm80/
+    folders are compiled for all of them (and
                           as PTX of the lowest), sm90/ folders for 90a
-    MSA_BUILD_TEST_INTERNALS  1: also build tests/_internals, the test-only binding of host-side C++ (needs pybind11)
-    CUTLASS_DIR           a folder with include/cutlass, before third_party/cutlass and the PyPI package
-    CUDA_HOME             the CUDA toolkit; default: where nvcc lies
+    MSA_BUILD_TEST_INTERNALS  1: also build tests/_internals, the test-only binding of host-side C++
+    (needs pybind11) CUTLASS_DIR           a folder with include/cutlass, before third_party/cutlass
+    and the PyPI package CUDA_HOME             the CUDA toolkit; default: where nvcc lies
     CXX                   the C++ compiler, default g++
     MAX_JOBS              parallel compile jobs, default: the CPU count
 """
@@ -53,12 +54,15 @@ def find_torch() -> tuple[Path, str, bool]:
         import torch
     except ImportError:
         raise SystemExit(
-            "msa_kernels: torch is needed to build (its stable ABI headers). Install torch>=2.11 and build with "
+            "msa_kernels: torch is needed to build (its stable ABI headers). Install torch>=2.11 "
+            "and build with "
             "`pip install --no-build-isolation .`, or let pip's build isolation fetch it."
         ) from None
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < TORCH_TARGET:
-        raise SystemExit(f"msa_kernels: torch must be at least {TORCH_TARGET}, got {torch.__version__}")
+        raise SystemExit(
+            f"msa_kernels: torch must be at least {TORCH_TARGET}, got {torch.__version__}"
+        )
     return Path(torch.__file__).parent, torch.__version__, torch.version.cuda is not None
 
 
@@ -98,7 +102,10 @@ def find_cuda(torch_has_cuda: bool) -> Path | None:
             if line.startswith("#$ TOP="):
                 return Path(line.removeprefix("#$ TOP=").strip()).resolve()
         raise SystemExit(f"msa_kernels: {nvcc} --dryrun does not name its toolkit: {dryrun.stderr}")
-    message = "nvcc was not found on PATH or in CUDA_HOME; install the CUDA toolkit (12.8 or newer) or set CUDA_HOME"
+    message = (
+        "nvcc was not found on PATH or in CUDA_HOME; "
+        "install the CUDA toolkit (12.8 or newer) or set CUDA_HOME"
+    )
     if wanted:
         raise SystemExit(f"msa_kernels: MSA_BUILD_CUDA=1, but {message}.")
     print(f"msa_kernels: WARNING: building without the CUDA kernels: {message}.", file=sys.stderr)
@@ -113,7 +120,9 @@ def git_commit() -> str:
         ).stdout.strip()
         if Path(run("rev-parse", "--show-toplevel")) != ROOT:
             return "unknown"
-        return run("rev-parse", "--short=12", "HEAD") + ("+" if run("status", "--porcelain", "-uno") else "")
+        return run("rev-parse", "--short=12", "HEAD") + (
+            "+" if run("status", "--porcelain", "-uno") else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -129,11 +138,14 @@ class NinjaFile:
     """build.ninja of the libraries: compile rules by folder, one link edge a library."""
 
     def __init__(self, version: str) -> None:
+        """Writes build.ninja for a version of the package."""
         from ninja import ninja_syntax
 
         self.torch_dir, torch_version, torch_has_cuda = find_torch()
         self.cuda_home = find_cuda(torch_has_cuda)
-        self.archs = [a.strip() for a in (os.environ.get("MSA_CUDA_ARCHS") or DEFAULT_CUDA_ARCHS).split(",")]
+        self.archs = [
+            a.strip() for a in (os.environ.get("MSA_CUDA_ARCHS") or DEFAULT_CUDA_ARCHS).split(",")
+        ]
         self.path = BUILD / "build.ninja"
         self.outputs: list[Path] = []
         BUILD.mkdir(parents=True, exist_ok=True)
@@ -166,8 +178,13 @@ class NinjaFile:
         common = ["-std=c++17", "-O3", *includes, f"-DTORCH_TARGET_VERSION={target}"]
         host = ["-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", prefix_map]
         writer.variable("ninja_required_version", "1.10")
+        writer.variable(
+            "builddir", str(BUILD)
+        )  # where ninja keeps its log, else the folder it runs in
         writer.variable("cxx", os.environ.get("CXX") or "g++")
-        writer.variable("cxxflags", " ".join([*common, *host, "-fopenmp-simd", "-Wall", "-Wextra", "-Werror"]))
+        writer.variable(
+            "cxxflags", " ".join([*common, *host, "-fopenmp-simd", "-Wall", "-Wextra", "-Werror"])
+        )
         writer.rule(
             "cxx",
             "$cxx -MMD -MF $out.d $cxxflags $defines -c $in -o $out",
@@ -176,12 +193,21 @@ class NinjaFile:
             description="CXX $out",
         )
         writer.rule("link", "$cxx -shared $in -o $out $libs", description="LINK $out")
-        # $$ORIGIN is not needed: torch is in the process before a library of ours is loaded.
-        torch_libs = f"-L{self.torch_dir / 'lib'} -Wl,--no-as-needed -ltorch -ltorch_cpu -lc10 -Wl,--as-needed"
+        # No run path is needed: torch is in the process before a library of ours is loaded.
+        torch_libs = (
+            f"-L{self.torch_dir / 'lib'} "
+            "-Wl,--no-as-needed -ltorch -ltorch_cpu -lc10 -Wl,--as-needed"
+        )
 
         sources = sorted(CSRC.rglob("*.cpp"))
-        shared = [s for s in sources if s.parent.name != "cpu" and s.name not in ("op_schemas.cpp", "cuda_not_built.cpp")]
-        cpu = [s for s in sources if s.parent.name == "cpu"] + [CSRC / "bindings" / "op_schemas.cpp"]
+        shared = [
+            s
+            for s in sources
+            if s.parent.name != "cpu" and s.name not in ("op_schemas.cpp", "cuda_not_built.cpp")
+        ]
+        cpu = [s for s in sources if s.parent.name == "cpu"] + [
+            CSRC / "bindings" / "op_schemas.cpp"
+        ]
         cpu_objects = [self._cxx(s, "ops", "-DMSA_DISPATCH_KEY=CPU") for s in shared + cpu]
         self._library("libmsa_ops.so", cpu_objects, f"{torch_libs} -Wl,--no-undefined")
 
@@ -206,9 +232,13 @@ class NinjaFile:
                 deps="gcc",
                 description="NVCC $out",
             )
-            objects = [self._cxx(s, "cuda", defines) for s in [*shared, CSRC / "host" / "cuda_not_built.cpp"]]
+            objects = [
+                self._cxx(s, "cuda", defines)
+                for s in [*shared, CSRC / "host" / "cuda_not_built.cpp"]
+            ]
             objects += [self._nvcc(s) for s in sorted(CSRC.rglob("*.cu"))]
-            cudart = f"-L{self.cuda_home / 'lib64'} -L{self.cuda_home / 'lib'} -lcudart_static -lrt -lpthread -ldl"
+            folders = f"-L{self.cuda_home / 'lib64'} -L{self.cuda_home / 'lib'}"
+            cudart = f"{folders} -lcudart_static -lrt -lpthread -ldl"
             self._library("libmsa_cuda.so", objects, f"{torch_libs} {cudart}")
 
         if env_flag("MSA_BUILD_TEST_INTERNALS"):
@@ -220,7 +250,9 @@ class NinjaFile:
         return target
 
     def _nvcc(self, source: Path) -> str:
-        archs = self.archs if source.parent.name == "sm80" else [a for a in self.archs if a == "90a"]
+        archs = (
+            self.archs if source.parent.name == "sm80" else [a for a in self.archs if a == "90a"]
+        )
         gencode = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
         if source.parent.name == "sm80":
             lowest = min(archs, key=lambda arch: int(arch.rstrip("af")))
@@ -240,9 +272,14 @@ class NinjaFile:
         import pybind11
 
         python_include = sysconfig.get_path("include")
-        defines = f"-isystem {pybind11.get_include()} -isystem {python_include} -DMSA_DISPATCH_KEY=CPU"
+        defines = (
+            f"-isystem {pybind11.get_include()} -isystem {python_include} -DMSA_DISPATCH_KEY=CPU"
+        )
         sources = [ROOT / "tests" / "cpp" / "internals.cpp", CSRC / "host" / "tensor_info.cpp"]
-        sources += [*sorted((CSRC / "checks").glob("*.cpp")), *sorted((CSRC / "configs").glob("*.cpp"))]
+        sources += [
+            *sorted((CSRC / "checks").glob("*.cpp")),
+            *sorted((CSRC / "configs").glob("*.cpp")),
+        ]
         objects = [self._cxx(source, "internals", defines) for source in sources]
         output = ROOT / "tests" / f"_internals{sysconfig.get_config_var('EXT_SUFFIX')}"
         self.writer.build(str(output), "link", objects, variables={"libs": ""})
@@ -259,7 +296,7 @@ class NinjaFile:
 
 
 class BuildLibraries(build_ext):
-    """Runs ninja and copies the libraries to where the package (in place or in the wheel) keeps them."""
+    """Runs ninja and copies the libraries into the package, in place or in the wheel."""
 
     def run(self) -> None:
         ninja_file = NinjaFile(self.distribution.get_version())
@@ -300,7 +337,9 @@ class PlatformWheel(bdist_wheel):
 
 if __name__ == "__main__":
     setup(
-        packages=find_namespace_packages(include=["msa_kernels", "msa_kernels.*", "bench", "bench.*"]),
+        packages=find_namespace_packages(
+            include=["msa_kernels", "msa_kernels.*", "bench", "bench.*"]
+        ),
         package_data={"msa_kernels": ["py.typed"], "bench": ["presets/*"]},
         # Only says that the wheel is not pure; BuildLibraries knows the sources.
         ext_modules=[Extension("msa_kernels.lib", sources=[])],

@@ -156,7 +156,9 @@ def _paged_decode(inputs: Inputs) -> Call:
         strides = (unit, unit, *cache.stride()[2:])
         caches.append(cache.as_strided((pages, 1, *cache.shape[2:]), strides))
     batch = (inputs.block_table, inputs.cu_seqlens_q, inputs.seq_lens)
-    table, lens = reference.decode_view(inputs.ids, *batch, page_step, head_step)
+    table, lens = reference.decode_view(
+        inputs.ids, *batch, inputs.kv()[0].size(0), page_step, head_step
+    )
     q = inputs.q.unflatten(1, (heads, -1)).flatten(0, 1)  # [T * Hkv, G, D]
     options = {**inputs.scales, "max_seqlen_q": 1, "max_seqlen_k": inputs.shape.topk * BLOCK}
     return Call(

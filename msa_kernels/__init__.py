@@ -1,7 +1,8 @@
 """MiniMax Sparse Attention (MSA) as PyTorch custom operators.
 
-Read `pipeline.py` first: one layer's attention, step by step. `ops/` has one function per operator, `reference/` the
-definition of each in plain PyTorch, `python -m msa_kernels.info` tells what this build runs on this machine.
+Read `pipeline.py` first: one layer's attention, step by step. `ops/` has one function per operator,
+`reference/` the definition of each in plain PyTorch, `python -m msa_kernels.info` tells what this
+build runs on this machine.
 """
 
 from importlib.metadata import PackageNotFoundError, version

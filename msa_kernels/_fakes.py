@@ -1,11 +1,12 @@
-"""Shapes, dtypes and strides of every operator's results, for torch.compile and meta tensors: the only shape rules in Python."""
+"""Fake implementations: shape and dtype of every result; the only shape rules in Python."""
 
 import torch
 from torch import Tensor
 
 
 def _contiguous(like: Tensor, shape, dtype: torch.dtype | None = None) -> Tensor:
-    # The operators return contiguous tensors whatever the strides of their inputs (empty_like would inherit them).
+    # The operators return contiguous tensors whatever the strides of their inputs (empty_like would
+    # inherit them).
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
 
 
@@ -34,9 +35,11 @@ def _kv_block_schedule(ids, cu_seqlens_q, seq_lens, max_blocks, max_queries_per_
     return tuple(_contiguous(ids, shape, torch.int32) for shape in shapes)
 
 
-def _decode_view(ids, block_table, cu_seqlens_q, seq_lens, page_step, head_step):
+def _decode_view(ids, block_table, cu_seqlens_q, seq_lens, num_pages, page_step, head_step):
     rows = ids.size(0) * ids.size(1)
-    return _contiguous(ids, (rows, ids.size(2)), torch.int32), _contiguous(ids, (rows,), torch.int32)
+    return _contiguous(ids, (rows, ids.size(2)), torch.int32), _contiguous(
+        ids, (rows,), torch.int32
+    )
 
 
 def _attend(q, *args, return_lse=False, **options):

@@ -17,7 +17,9 @@ _cuda_fallback: torch.library.Library | None = None
 
 
 def load_libraries() -> None:
-    """Makes `torch.ops.msa` complete. A second copy of a library would end the process, so each is loaded once.
+    """Makes `torch.ops.msa` complete.
+
+    A second copy of a library would end the process, so each is loaded once.
 
     Raises:
         RuntimeError: the library of schemas and CPU kernels is not there or does not load.
@@ -39,7 +41,8 @@ def _load(path: Path, way_out: str) -> None:
         torch.ops.load_library(str(path))
     except OSError as error:
         raise RuntimeError(
-            f"msa_kernels: {path.name} does not load with torch {torch.__version__}: {error}. {way_out}"
+            f"msa_kernels: {path.name} does not load with torch {torch.__version__}: {error}. "
+            f"{way_out}"
         ) from error
 
 
@@ -62,7 +65,7 @@ def _load_cuda_library() -> str | None:
 
 
 def _register_cuda_fallback(reason: str) -> None:
-    """Lets every operator say why it has no CUDA kernel, instead of torch's own word that there is none."""
+    """Lets every operator say why it has no CUDA kernel; torch would only say that it has none."""
     global _cuda_fallback
     _cuda_fallback = torch.library.Library("msa", "IMPL")
     for name in torch._C._dispatch_get_all_op_names():

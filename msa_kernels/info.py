@@ -1,4 +1,5 @@
-"""`python -m msa_kernels.info`: what was compiled, what a call would run here, and why something is missing."""
+"""`python -m msa_kernels.info`: what was compiled, what a call would run here, and why something
+is missing."""
 
 import argparse
 import json
@@ -16,7 +17,9 @@ def describe() -> dict:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             major, minor = torch.cuda.get_device_capability(index)
-            devices.append({"name": torch.cuda.get_device_name(index), "capability": f"{major}.{minor}"})
+            devices.append(
+                {"name": torch.cuda.get_device_name(index), "capability": f"{major}.{minor}"}
+            )
     return {
         "build": build_info(),
         "cuda_unavailable_reason": _load.cuda_unavailable_reason,
@@ -29,7 +32,7 @@ def describe() -> dict:
 
 
 def runs() -> list[dict]:
-    """For every operator and configuration of the CPU build and of the CUDA kernels: what a call would run."""
+    """What a call would run, for every operator and configuration of both builds."""
     rows = []
     info = build_info()
     kernels = info["cpu"]["kernels"] + (info["cuda"]["kernels"] if info["cuda"] else [])
@@ -58,11 +61,18 @@ def main() -> None:
             continue
         print(
             f"{name + ' library':<14}msa_kernels {build['version']}, commit {build['git_commit']}, "
-            f"{build['compiler']}, torch >= {build['torch_target']} (headers {build['torch_headers']})"
+            f"{build['compiler']}, torch >= {build['torch_target']} "
+            f"(headers {build['torch_headers']})"
         )
         if build["cuda"]:
-            print(f"{'':<14}CUDA {build['cuda']}, CUTLASS {build['cutlass']}, sm {build['cuda_archs']}")
-    print(f"{'this process':<14}torch {data['torch']}, CUDA {data['torch_cuda']}, Python {data['python']}")
+            print(
+                f"{'':<14}CUDA {build['cuda']}, CUTLASS {build['cutlass']}, "
+                f"sm {build['cuda_archs']}"
+            )
+    print(
+        f"{'this process':<14}torch {data['torch']}, CUDA {data['torch_cuda']}, "
+        f"Python {data['python']}"
+    )
     for index, device in enumerate(data["devices"]):
         print(f"{f'cuda:{index}':<14}{device['name']}, compute capability {device['capability']}")
     if not data["devices"]:

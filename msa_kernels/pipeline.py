@@ -1,10 +1,11 @@
 """The attention of one layer, step by step: the file to read first.
 
     write_cache -> select_blocks (score + select) -> sparse_prefill | sparse_decode      MSA layers
-    write_cache -> paged_decode over the whole block table                               dense layers
+    write_cache -> paged_decode over the whole block table                               dense
+    layers
 
-`PagedCache` is one layer's cache, `Batch` says which tokens of which requests this step holds; a batch is made
-once a step and serves every layer.
+`PagedCache` is one layer's cache, `Batch` says which tokens of which requests this step holds; a
+batch is made once a step and serves every layer.
 """
 
 from typing import NamedTuple
@@ -34,8 +35,8 @@ class Batch(NamedTuple):
     """The tokens of one step: B requests, T query tokens, in the order of the requests.
 
     Query token i of request b stands at position seq_lens[b] - q_len[b] + i. The first
-    `num_decode_requests` requests are decode or verify steps (1 to 16 tokens each) and take the decode path;
-    the others are prefill chunks. Both paths give the same result to rounding.
+    `num_decode_requests` requests are decode or verify steps (1 to 16 tokens each) and take the
+    decode path; the others are prefill chunks. Both paths give the same result to rounding.
     """
 
     block_table: Tensor
@@ -74,7 +75,8 @@ def msa_attention(
     """One MSA layer: writes the new tokens, selects blocks for each, attends to those.
 
     Args:
-        q: [T, Hq, D]; k, v: [T, Hkv, D]; index_q: [T, Hi = Hkv, Di]; index_k: [T, Di], float32 or bfloat16.
+        q: [T, Hq, D]; k, v: [T, Hkv, D]; index_q: [T, Hi = Hkv, Di]; index_k: [T, Di], float32 or
+            bfloat16.
         k: see `q`.
         v: see `q`.
         index_q: see `q`.
@@ -95,8 +97,8 @@ def msa_attention(
         RuntimeError: no kernel of this build runs on the tensors' device.
 
     Notes:
-        See the operators for ties, padding, empty rows and determinism. No synchronisation; a CUDA graph
-        captures it.
+        See the operators for ties, padding, empty rows and determinism. No synchronisation; a CUDA
+        graph captures it.
     Cost:
         The sum of its operators'.
     Source:
@@ -147,7 +149,8 @@ def msa_attention(
 
 
 def _split(batch: Batch, num_tokens: int):
-    """(operator, requests, tokens) of the decode part and of the prefill part, leaving out an empty one.
+    """(operator, requests, tokens) of the decode part and of the prefill part, leaving out an empty
+    one.
 
     Padding rows stand at the end and go with the last part, which zeroes them.
     """
@@ -190,8 +193,8 @@ def dense_attention(
         RuntimeError: no kernel of this build runs on the tensors' device.
 
     Notes:
-        Made for engines whose dense layers share the MSA layers' caches; those with a dense attention of
-        their own keep it.
+        Made for engines whose dense layers share the MSA layers' caches; those with a dense
+        attention of their own keep it.
     Cost:
         FLOPs: sum over tokens of (pos + 1) * Hq * D * 4.
     Source:

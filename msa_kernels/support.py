@@ -16,8 +16,9 @@ def build_info() -> dict[str, dict | None]:
     """What the loaded libraries contain.
 
     Returns:
-        {"cpu": info, "cuda": info or None}; info has version, git_commit, compiler, torch_target, torch_headers,
-        cuda, cutlass, cuda_archs and kernels, a list of {op, arch, dtype, cache_dtype}.
+        {"cpu": info, "cuda": info or None}; info has version, git_commit, compiler, torch_target,
+        torch_headers, cuda, cutlass, cuda_archs and kernels, a list of {op, arch, dtype,
+        cache_dtype}.
     """
     cpu = json.loads(torch.ops.msa.build_info())
     if _load.cuda_unavailable_reason is not None:
@@ -31,7 +32,7 @@ def is_supported(
     dtype: torch.dtype = torch.bfloat16,
     cache_dtype: torch.dtype | None = None,
 ) -> tuple[bool, str]:
-    """Whether a call of an operator would run, and the kernel folder it would take or the reason why not.
+    """Whether a call of an operator would run, and on which kernel folder, or why not.
 
     Args:
         op: operator name, for example "sparse_prefill".
@@ -59,7 +60,9 @@ def is_supported(
     if not kernels:
         return False, f"no {device.type} kernel of {op} is in this build"
     names = [str(d).removeprefix("torch.") for d in (dtype, cache_dtype or dtype)]
-    fitting = [k for k in kernels if k["dtype"] == names[0] and k["cache_dtype"] in (None, names[1])]
+    fitting = [
+        k for k in kernels if k["dtype"] == names[0] and k["cache_dtype"] in (None, names[1])
+    ]
     if not fitting:
         built = ", ".join(f"{k['dtype']}/{k['cache_dtype'] or '-'}" for k in kernels)
         return False, f"no {device.type} kernel of {op} for {'/'.join(names)}; built: {built}"

@@ -55,7 +55,7 @@ STABLE_TORCH_LIBRARY(msa, m) {
   // seen as per-head pages: view page = page * page_step + head * head_step.
   m.def(
       "decode_view(Tensor ids, Tensor block_table, Tensor cu_seqlens_q, Tensor seq_lens, "
-      "int page_step, int head_step) -> (Tensor, Tensor)");
+      "int num_pages, int page_step, int head_step) -> (Tensor, Tensor)");
 
   // step 4, attend: -> (out [T, Hq, D] in q's dtype, lse f32 [T, Hq], or [0] unless asked for).
   m.def(

@@ -210,11 +210,12 @@ void check_kv_block_schedule(const TensorInfo& ids, const TensorInfo& cu_seqlens
                  kInt32Max - 1);
 }
 
-void check_decode_view(const TensorInfo& ids, const BatchArgs& batch, int64_t page_step,
-                       int64_t head_step) {
+void check_decode_view(const TensorInfo& ids, const BatchArgs& batch, int64_t num_pages,
+                       int64_t page_step, int64_t head_step) {
   const Checker check("decode_view");
   check_ids_in(check, ids, kAnySize, kAnySize, ids);
   check_batch(check, batch, ids);
+  check.in_range("num_pages", num_pages, 0, kInt32Max);
   check.in_range("page_step", page_step, 0, kInt32Max);
   check.in_range("head_step", head_step, 0, kInt32Max);
 }

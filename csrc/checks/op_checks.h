@@ -30,8 +30,8 @@ void check_kv_block_schedule(const TensorInfo& ids, const TensorInfo& cu_seqlens
                              const TensorInfo& seq_lens, int64_t max_blocks,
                              int64_t max_queries_per_item);
 
-void check_decode_view(const TensorInfo& ids, const BatchArgs& batch, int64_t page_step,
-                       int64_t head_step);
+void check_decode_view(const TensorInfo& ids, const BatchArgs& batch, int64_t num_pages,
+                       int64_t page_step, int64_t head_step);
 
 // sparse_prefill and sparse_decode: op names the caller.
 void check_sparse_attend(const char* op, const TensorInfo& q, const TensorInfo& k_cache,

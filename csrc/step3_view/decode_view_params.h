@@ -9,6 +9,7 @@ namespace msa {
 struct DecodeViewParams {
   IdsView ids;  // [Hkv, T, K]
   BatchView batch;
+  int64_t num_pages;    // of the cache; a page outside it is left out of its row
   int64_t page_step;    // view pages between physical pages
   int64_t head_step;    // view pages between heads
   int32_t* page_table;  // [T * Hkv, K] contiguous: row t * Hkv + h, ascending blocks, then 0

@@ -52,13 +52,14 @@ void fill(AttendParams& params, const AttendArgs& args, const TensorInfo& out,
 }
 
 using RunSparse = void (*)(const SparseAttendParams&, const ExecContext&);
+using WorkspaceBytes = int64_t (*)(const SparseAttendParams&);
 
-TwoTensors attend_sparse(const char* op, RunSparse run, const Tensor& q, const Tensor& k_cache,
-                         const Tensor& v_cache, const Tensor& ids, const Tensor& block_table,
-                         const Tensor& cu_seqlens_q, const Tensor& seq_lens,
-                         std::optional<double> scale, const OptionalTensor& k_scale,
-                         const OptionalTensor& v_scale, bool return_lse, const OptionalTensor& out,
-                         const OptionalTensor& lse) {
+TwoTensors attend_sparse(const char* op, RunSparse run, WorkspaceBytes workspace_bytes,
+                         const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                         const Tensor& ids, const Tensor& block_table, const Tensor& cu_seqlens_q,
+                         const Tensor& seq_lens, std::optional<double> scale,
+                         const OptionalTensor& k_scale, const OptionalTensor& v_scale,
+                         bool return_lse, const OptionalTensor& out, const OptionalTensor& lse) {
   const AttendArgs args{info("q", q),
                         info("k_cache", k_cache),
                         info("v_cache", v_cache),
@@ -76,6 +77,9 @@ TwoTensors attend_sparse(const char* op, RunSparse run, const Tensor& q, const T
   SparseAttendParams params{};
   fill(params, args, info("out", outputs.out), outputs.lse_info);
   params.ids = ids_view(ids_info);
+  const Tensor workspace =
+      empty_like_device(q, {workspace_bytes ? workspace_bytes(params) : 0}, ScalarType::Byte);
+  params.workspace = workspace.data_ptr();
   run(params, ExecScope(op, q));
   return {outputs.out, outputs.lse};
 }
@@ -112,9 +116,9 @@ TwoTensors launch_sparse_prefill(const Tensor& q, const Tensor& k_cache, const T
                                  std::optional<double> scale, const OptionalTensor& k_scale,
                                  const OptionalTensor& v_scale, bool return_lse, OptionalInt,
                                  OptionalInt) {
-  return attend_sparse("sparse_prefill", run_sparse_prefill, q, k_cache, v_cache, ids, block_table,
-                       cu_seqlens_q, seq_lens, scale, k_scale, v_scale, return_lse, std::nullopt,
-                       std::nullopt);
+  return attend_sparse("sparse_prefill", run_sparse_prefill, sparse_prefill_workspace_bytes, q,
+                       k_cache, v_cache, ids, block_table, cu_seqlens_q, seq_lens, scale, k_scale,
+                       v_scale, return_lse, std::nullopt, std::nullopt);
 }
 
 void launch_sparse_prefill_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
@@ -123,8 +127,9 @@ void launch_sparse_prefill_out(const Tensor& q, const Tensor& k_cache, const Ten
                                std::optional<double> scale, const OptionalTensor& k_scale,
                                const OptionalTensor& v_scale, OptionalInt, OptionalInt,
                                const Tensor& out, const OptionalTensor& lse) {
-  attend_sparse("sparse_prefill", run_sparse_prefill, q, k_cache, v_cache, ids, block_table,
-                cu_seqlens_q, seq_lens, scale, k_scale, v_scale, false, out, lse);
+  attend_sparse("sparse_prefill", run_sparse_prefill, sparse_prefill_workspace_bytes, q, k_cache,
+                v_cache, ids, block_table, cu_seqlens_q, seq_lens, scale, k_scale, v_scale, false,
+                out, lse);
 }
 
 TwoTensors launch_sparse_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
@@ -133,9 +138,9 @@ TwoTensors launch_sparse_decode(const Tensor& q, const Tensor& k_cache, const Te
                                 std::optional<double> scale, const OptionalTensor& k_scale,
                                 const OptionalTensor& v_scale, bool return_lse, OptionalInt,
                                 OptionalInt) {
-  return attend_sparse("sparse_decode", run_sparse_decode, q, k_cache, v_cache, ids, block_table,
-                       cu_seqlens_q, seq_lens, scale, k_scale, v_scale, return_lse, std::nullopt,
-                       std::nullopt);
+  return attend_sparse("sparse_decode", run_sparse_decode, nullptr, q, k_cache, v_cache, ids,
+                       block_table, cu_seqlens_q, seq_lens, scale, k_scale, v_scale, return_lse,
+                       std::nullopt, std::nullopt);
 }
 
 void launch_sparse_decode_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
@@ -144,7 +149,7 @@ void launch_sparse_decode_out(const Tensor& q, const Tensor& k_cache, const Tens
                               std::optional<double> scale, const OptionalTensor& k_scale,
                               const OptionalTensor& v_scale, OptionalInt, OptionalInt,
                               const Tensor& out, const OptionalTensor& lse) {
-  attend_sparse("sparse_decode", run_sparse_decode, q, k_cache, v_cache, ids, block_table,
+  attend_sparse("sparse_decode", run_sparse_decode, nullptr, q, k_cache, v_cache, ids, block_table,
                 cu_seqlens_q, seq_lens, scale, k_scale, v_scale, false, out, lse);
 }
 

@@ -21,8 +21,12 @@ struct AttendParams {
 };
 
 struct SparseAttendParams : AttendParams {
-  IdsView ids;  // [Hkv, T, K]
+  IdsView ids;      // [Hkv, T, K]
+  void* workspace;  // sparse_prefill_workspace_bytes(), any contents
 };
+
+// Scratch memory of a sparse_prefill call on this library's device; bounded, see docs/kernels.
+int64_t sparse_prefill_workspace_bytes(const SparseAttendParams& params);
 
 void run_sparse_prefill(const SparseAttendParams& params, const ExecContext& context);
 void run_sparse_decode(const SparseAttendParams& params, const ExecContext& context);

@@ -1,4 +1,4 @@
-"""One thin function per operator: a docstring and one `torch.ops.msa` call, in the order of the flow."""
+"""One thin function per operator, in the order of the flow: a docstring and one call."""
 
 from .attend import paged_decode, sparse_decode, sparse_prefill
 from .merge import merge_lse

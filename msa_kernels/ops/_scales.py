@@ -6,7 +6,7 @@ Scale = float | torch.Tensor | None
 
 
 def as_scale(scale: Scale) -> torch.Tensor | None:
-    """A number becomes a one-element CPU tensor, which the operator reads on the host and passes by value."""
+    """A number as a one-element CPU tensor, which the operator reads on the host."""
     if scale is None or isinstance(scale, torch.Tensor):
         return scale
     return torch.tensor([scale], dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Step 4, attend: softmax attention over the tokens of the selected blocks, or of any page table."""
+"""Step 4, attend: softmax attention over the selected blocks, or over any page table."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from ._scales import Scale, as_scale
 
 
 def _call(overloads, args, *, return_lse: bool, out: Tensor | None, lse: Tensor | None, **options):
-    """Calls the allocating overload or `.out`, and returns out, or (out, lse) where the LSE was asked for."""
+    """Calls the overload that fits; returns out, or (out, lse) where the LSE was asked for."""
     if out is None:
         if lse is not None:
             raise ValueError(
@@ -41,49 +41,52 @@ def sparse_prefill(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of many query tokens over their selected blocks; made for chunks of a prefill.
 
-    For each query token at `pos` and each query head of KV head h: softmax(scale * q . k) v over the tokens
-    s <= pos of the blocks `ids[h, t]`. Ragged batches of prefill chunks, decode tokens and verify steps are
-    right as well.
+    For each query token at `pos` and each query head of KV head h: softmax(scale * q . k) v over
+    the tokens s <= pos of the blocks `ids[h, t]`. Ragged batches of prefill chunks, decode tokens
+    and verify steps are right as well.
 
     Args:
         q: [T, Hq, D = 128] float32 or bfloat16; token and head strides free multiples of 16 bytes.
-        k_cache: [pages, Hkv, 128, D] by logical axis, dtype of `q` or float8_e4m3fn; page, head and token
-            strides are free multiples of 16 bytes, D is contiguous: HND, NHD pools, halves of one
-            interleaved tensor and views into a larger pool are all read in place.
+        k_cache: [pages, Hkv, 128, D] by logical axis, dtype of `q` or float8_e4m3fn; page, head and
+            token strides are free multiples of 16 bytes, D is contiguous: HND, NHD pools, halves of
+            one interleaved tensor and views into a larger pool are all read in place.
         v_cache: the same rules; its strides are its own.
         ids: [Hkv, T, K] int32 or int64, strides free, K 1 to 32. Of a token's row only the first
-            min(K, pos // 128 + 1) entries count; of those an entry < 0 or >= pos // 128 + 1 adds nothing.
-            Order does not matter beyond rounding; a duplicate is the caller's error and counts twice
-            (`msa_kernels.debug.check_ids` finds it).
-        block_table: [B, max_pages] int32, strides free. Entries at or past ceil(seq_lens[b] / 128) are never
-            dereferenced; a page outside the cache adds nothing.
-        cu_seqlens_q: [B + 1] int32, any stride: first 0, non-decreasing; rows at or past the last are padding.
+            min(K, pos // 128 + 1) entries count; of those an entry < 0 or >= pos // 128 + 1 adds
+            nothing. Order does not matter beyond rounding; a duplicate is the caller's error and
+            counts twice (`msa_kernels.debug.check_ids` finds it).
+        block_table: [B, max_pages] int32, strides free. Entries at or past ceil(seq_lens[b] / 128)
+            are never dereferenced; a page outside the cache adds nothing.
+        cu_seqlens_q: [B + 1] int32, any stride: first 0, non-decreasing; rows at or past the last
+            are padding.
         seq_lens: [B] int32, any stride: tokens in the cache after this step, new ones included.
         scale: factor of q . k before the softmax; None means D ** -0.5.
-        k_scale: float, or float32 tensor of 1 or Hkv elements, for float8_e4m3fn caches only (value =
-            stored * scale); None means 1.
+        k_scale: float, or float32 tensor of 1 or Hkv elements, for float8_e4m3fn caches only (value
+            = stored * scale); None means 1.
         v_scale: the same for `v_cache`.
         return_lse: also return the LSE.
         max_seqlen_q: host hint, tokens; may cost speed when wrong, never a result.
         max_seqlen_k: host hint, tokens; the same.
-        out: [T, Hq, D] of q's dtype to write into, token and head strides free; allocated when None.
+        out: [T, Hq, D] of q's dtype to write into, token and head strides free; allocated when
+            None.
         lse: [T, Hq] float32 to write into, strides free; only together with `out`.
 
     Returns:
-        out [T, Hq, D] in q's dtype, or (out, lse [T, Hq] float32, natural logarithm) with `return_lse` or a
-        given `lse`.
+        out [T, Hq, D] in q's dtype, or (out, lse [T, Hq] float32, natural logarithm) with
+        `return_lse` or a given `lse`.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that the operator does not take; G = Hq / Hkv other than
-            1, 2, 4, 8, 16; scales beside a cache that is not FP8. Nothing has been written then.
+        ValueError: a shape, dtype, device or stride that the operator does not take; G = Hq / Hkv
+            other than 1, 2, 4, 8, 16; scales beside a cache that is not FP8. Nothing has been
+            written then.
         RuntimeError: no kernel of this build runs on the tensors' device.
 
     Notes:
-        Padding rows, and rows with nothing to attend to, give out 0 and LSE -inf. Slots of the cache that no
-        token of the row's range was written to may hold NaN. FP32 accumulation and softmax. The same inputs
-        give the same bits.
+        Padding rows, and rows with nothing to attend to, give out 0 and LSE -inf. Slots of the
+        cache that no token of the row's range was written to may hold NaN. FP32 accumulation and
+        softmax. The same inputs give the same bits.
     Cost:
-        FLOPs: keys attended * Hq * D * 4. Bytes: see docs/kernels/sparse_prefill.md once the kernel is there.
+        FLOPs: keys attended * Hq * D * 4. Bytes: docs/kernels/sparse_prefill.md.
     Source:
         `MiniMaxM3VLAttention` of transformers 5.24.0 (Apache-2.0) defines the result.
     """
@@ -119,7 +122,7 @@ def sparse_decode(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of few query tokens a request over their selected blocks; made for decode and verify steps.
+    """Attention of few query tokens a request over their selected blocks: decode, verify steps.
 
     The same result as `sparse_prefill` to rounding, arranged for 1 to 16 query tokens a request.
 
@@ -148,8 +151,8 @@ def sparse_decode(
         RuntimeError: no kernel of this build runs on the tensors' device.
 
     Notes:
-        As `sparse_prefill`. Grids depend on shapes only, lengths are read on the device, so a captured CUDA
-        graph stays right while the lengths grow.
+        As `sparse_prefill`. Grids depend on shapes only, lengths are read on the device, so a
+        captured CUDA graph stays right while the lengths grow.
     Cost:
         FLOPs: keys attended * Hq * D * 4. Bytes: the selected blocks of each row once (K and V).
     Source:
@@ -186,25 +189,26 @@ def paged_decode(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over all pages of a page table: a decode view, or any paged KV cache (dense attention).
+    """Attention over all pages of a page table: a decode view, or any paged KV cache.
 
     Args:
         q: [T, Hq, D = 128] float32 or bfloat16; token and head strides free multiples of 16 bytes.
-        k_cache: [pages, Hkv, 128, D], strided (see `sparse_prefill`); `DecodeView.k_view` has Hkv = 1.
+        k_cache: [pages, Hkv, 128, D], strided (see `sparse_prefill`); Hkv = 1 in a `DecodeView`.
         v_cache: the same rules.
-        page_table: [R, max_pages] int32, strides free. Entries at or past ceil(kv_lens[r] / 128) are never
-            dereferenced; a page outside the cache adds nothing.
+        page_table: [R, max_pages] int32, strides free. Entries at or past ceil(kv_lens[r] / 128)
+            are never dereferenced; a page outside the cache adds nothing.
         kv_lens: [R] int32, any stride: tokens of the row. Taken as max_pages * 128 where larger.
-        cu_seqlens_q: None: R = T, and token t attends to the kv_lens[t] tokens of its own row. Or [B + 1]
-            int32 with R = B: the tokens of request b are the last ones of its kv_lens[b], and each attends
-            causally, to those at or before its position.
+        cu_seqlens_q: None: R = T, and token t attends to the kv_lens[t] tokens of its own row. Or
+            [B + 1] int32 with R = B: the tokens of request b are the last ones of its kv_lens[b],
+            and each attends causally, to those at or before its position.
         scale: factor of q . k before the softmax; None means D ** -0.5.
         k_scale: float, or float32 tensor of 1 or Hkv elements, for float8_e4m3fn caches only.
         v_scale: the same for `v_cache`.
         return_lse: also return the LSE.
         max_seqlen_q: host hint, tokens; may cost speed when wrong, never a result.
         max_seqlen_k: host hint, tokens; the same.
-        out: [T, Hq, D] of q's dtype to write into, token and head strides free; allocated when None.
+        out: [T, Hq, D] of q's dtype to write into, token and head strides free; allocated when
+            None.
         lse: [T, Hq] float32 to write into, strides free; only together with `out`.
 
     Returns:
@@ -215,7 +219,8 @@ def paged_decode(
         RuntimeError: no kernel of this build runs on the tensors' device.
 
     Notes:
-        Rows of length 0 and padding rows give out 0 and LSE -inf. Slots past a row's length may hold NaN.
+        Rows of length 0 and padding rows give out 0 and LSE -inf. Slots past a row's length may
+        hold NaN.
     Cost:
         FLOPs: keys attended * Hq * D * 4. Bytes: each row's pages once (K and V).
     Source:

@@ -18,12 +18,13 @@ def merge_lse(
     `lse = log(sum over p of exp(lses[p]))`, `out = sum over p of exp(lses[p] - lse) * outs[p]`.
 
     Args:
-        outs: [P, T, H, D = 128] float32 or bfloat16, strides free multiples of 16 bytes, last dimension
-            contiguous (a [T, P, H, D] tensor is passed transposed); or 1 to 16 separate tensors [T, H, D].
-        lses: [P, T, H] float32, strides free; natural logarithm of each part's softmax sum; or as many
-            separate tensors [T, H].
-        out: [T, H, D] of outs' dtype to write into, token and head strides free; given together with `lse`,
-            for stacked parts only. Must not overlap the inputs.
+        outs: [P, T, H, D = 128] float32 or bfloat16, strides free multiples of 16 bytes, last
+            dimension contiguous (a [T, P, H, D] tensor is passed transposed); or 1 to 16 separate
+            tensors [T, H, D].
+        lses: [P, T, H] float32, strides free; natural logarithm of each part's softmax sum; or as
+            many separate tensors [T, H].
+        out: [T, H, D] of outs' dtype to write into, token and head strides free; given together
+            with `lse`, for stacked parts only. Must not overlap the inputs.
         lse: [T, H] float32 to write into.
 
     Returns:
@@ -34,9 +35,9 @@ def merge_lse(
         RuntimeError: no kernel of this build runs on the tensors' device.
 
     Notes:
-        A part whose LSE is -inf holds no keys: it is left out, and its `outs` may be anything, NaN included.
-        All parts -inf gives out 0 and LSE -inf. A NaN LSE makes its row NaN. FP32 arithmetic; parts are
-        added in a fixed order, so the result is the same bits every time.
+        A part whose LSE is -inf holds no keys: it is left out, and its `outs` may be anything, NaN
+        included. All parts -inf gives out 0 and LSE -inf. A NaN LSE makes its row NaN. FP32
+        arithmetic; parts are added in a fixed order, so the result is the same bits every time.
     Cost:
         Bytes: every part once (P * T * H * (D * size + 4)) and the result once; 2 * D FLOPs a part.
     Source:
@@ -45,7 +46,8 @@ def merge_lse(
     if not isinstance(outs, Tensor):
         if out is not None or lse is not None:
             raise ValueError(
-                "msa.merge_lse: out and lse must be None when the parts are separate tensors, got tensors"
+                "msa.merge_lse: out and lse must be None when the parts are separate tensors, "
+                "got tensors"
             )
         return torch.ops.msa.merge_lse.parts(list(outs), list(lses))
     if out is None and lse is None:

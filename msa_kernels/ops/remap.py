@@ -13,12 +13,14 @@ class KVBlockSchedule(NamedTuple):
     """
 
     row_ptr: Tensor
-    """[Hkv * B * max_blocks + 1] int32: the pairs of a row are pairs[row_ptr[row] : row_ptr[row + 1]]."""
+    """[Hkv * B * max_blocks + 1] int32: the pairs of a row are pairs[row_ptr[row] : row_ptr[row +
+    1]]."""
     pairs: Tensor
-    """[Hkv * T * K] int32: t * K + k for each selected entry, ascending within a row, -1 past row_ptr[-1]."""
+    """[Hkv * T * K] int32: t * K + k for each selected entry, in any order within a row; -1 past
+    row_ptr[-1]."""
     work_items: Tensor
-    """[W, 3] int32: (row, begin, end), a slice of `pairs` of one row of at most max_queries_per_item
-    entries; -1 past num_work_items."""
+    """[W, 3] int32: (row, begin, end), a slice of `pairs` of one row of at most
+    max_queries_per_item entries; -1 past num_work_items."""
     num_work_items: Tensor
     """[1] int32."""
 
@@ -34,29 +36,34 @@ def kv_block_schedule(
     """Turns {query token -> blocks} into {block -> query tokens} and cuts it into even work items.
 
     Args:
-        ids: [Hkv, T, K] int32 or int64, strides free. Only the first min(K, pos // 128 + 1) entries of a
-            token count; of those, entries < 0 or past the visible blocks are dropped.
+        ids: [Hkv, T, K] int32 or int64, strides free. Only the first min(K, pos // 128 + 1) entries
+            of a token count; of those, entries < 0 or past the visible blocks are dropped.
         cu_seqlens_q: [B + 1] int32, any stride (see `index_score`).
         seq_lens: [B] int32, any stride, tokens.
-        max_blocks: blocks a request may have (the width of the block table). Ids at or past it are dropped.
+        max_blocks: blocks a request may have (the width of the block table). Ids at or past it are
+            dropped.
         max_queries_per_item: a row with more pairs than this becomes several work items.
 
     Returns:
         A `KVBlockSchedule`. Rows appear in ascending order in `work_items`.
 
     Raises:
-        ValueError: a shape, dtype, device or number that the operator does not take, or Hkv * T * K or
-            Hkv * B * max_blocks past 2^31 - 1.
+        ValueError: a shape, dtype, device or number that the operator does not take, or Hkv * T * K
+            or Hkv * B * max_blocks past 2^31 - 1.
         RuntimeError: no kernel of this build runs on the tensors' device.
 
     Notes:
-        A duplicate id yields two pairs. W = min(rows, pairs) + pairs // max_queries_per_item bounds the items
-        of any selection, so no length is read on the host. Deterministic.
+        A duplicate id yields two pairs. W = min(rows, pairs) + pairs // max_queries_per_item bounds
+        the items of any selection, so no length is read on the host. The order of the pairs within
+        a row is ascending on the CPU and not fixed on a GPU; everything else is the same every
+        time.
     Cost:
         Bytes: ids read twice, 4 bytes written for each pair and each row.
     Source:
         docs/dataflow.md, step 3.
     """
     return KVBlockSchedule(
-        *torch.ops.msa.kv_block_schedule(ids, cu_seqlens_q, seq_lens, max_blocks, max_queries_per_item)
+        *torch.ops.msa.kv_block_schedule(
+            ids, cu_seqlens_q, seq_lens, max_blocks, max_queries_per_item
+        )
     )

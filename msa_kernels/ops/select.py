@@ -18,8 +18,8 @@ def topk_blocks(
     Args:
         scores: [Hi, T, blocks] float32, strides free (head-major or token-major).
         visible_blocks: [T] int32, any stride: how many blocks, from 0 up, the token may see
-            (`msa_kernels.visible_blocks` computes it from the lengths, once a step). 0 marks a padding row;
-            values past `blocks` are taken as `blocks`.
+            (`msa_kernels.visible_blocks` computes it from the lengths, once a step). 0 marks a
+            padding row; values past `blocks` are taken as `blocks`.
         topk: K, 1 to 32: blocks selected for each row.
         init_blocks: the first blocks, always selected; they count among the K.
         local_blocks: the last visible blocks, always selected; they count among the K.
@@ -34,8 +34,10 @@ def topk_blocks(
         RuntimeError: no kernel of this build runs on the tensors' device.
 
     Notes:
-        Ties: of equal scores the lower block id wins. NaN ranks below everything, -inf included. Scores at
-        or past the visible count are never read. The same row gives the same ids in any batch position.
+        Ties: of equal scores the lower block id wins. NaN ranks below everything, -inf included.
+            Scores at
+        or past the visible count are never read. The same row gives the same ids in any batch
+        position.
     Cost:
         Bytes: the visible scores once, 4 * K bytes written for each row.
     Source:
@@ -65,11 +67,15 @@ def select_blocks(
     max_seqlen_k: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Scores and selects in one call: `topk_blocks(index_score(...), visible blocks, ...)` without the scores.
+    """Scores and selects in one call, without the scores in memory.
+
+    The result is that of `topk_blocks(index_score(...), visible_blocks(...), ...)`.
 
     Args:
-        index_q: [T, Hi, Di = 128] float32, bfloat16 or float8_e4m3fn; strides free, last dimension contiguous.
-        index_k_cache: [pages, 128, Di] of the same dtype; page and token strides free multiples of 16 bytes.
+        index_q: [T, Hi, Di = 128] float32, bfloat16 or float8_e4m3fn; strides free, last dimension
+            contiguous.
+        index_k_cache: [pages, 128, Di] of the same dtype; page and token strides free multiples of
+            16 bytes.
         block_table: [B, max_pages] int32, strides free (see `index_score`).
         cu_seqlens_q: [B + 1] int32, any stride (see `index_score`).
         seq_lens: [B] int32, any stride, tokens (see `index_score`).
@@ -81,8 +87,8 @@ def select_blocks(
         out: [Hi, T, K] int32 to write into, strides free; allocated (contiguous) when None.
 
     Returns:
-        ids [Hi, T, K] int32: min(K, pos // 128 + 1) block ids of the request, ascending, then -1; only -1
-        for padding rows. Index head h selects for KV head h.
+        ids [Hi, T, K] int32: min(K, pos // 128 + 1) block ids of the request, ascending, then -1;
+        only -1 for padding rows. Index head h selects for KV head h.
 
     Raises:
         ValueError: a shape, dtype, device, stride or number that the operator does not take.
@@ -91,7 +97,8 @@ def select_blocks(
     Notes:
         Ties, NaN and determinism as in `topk_blocks`. Workspace does not grow with the context.
     Cost:
-        FLOPs: sum over tokens of (pos + 1) * Hi * Di * 2. Bytes: the index keys of the visible blocks once.
+        FLOPs: sum over tokens of (pos + 1) * Hi * Di * 2. Bytes: the index keys of the visible
+            blocks once.
     Source:
         `MiniMaxM3VLIndexer` of transformers 5.24.0 (Apache-2.0) defines the selection.
     """

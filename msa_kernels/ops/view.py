@@ -8,23 +8,26 @@ from torch import Tensor
 
 
 class DecodeView(NamedTuple):
-    """A decode batch with the KV heads folded into the batch: row = t * Hkv + h, each with G query heads.
+    """A decode batch with the KV heads folded into it: row t * Hkv + h has G query heads.
 
     `q.view(T * Hkv, G, D)` are its queries, and every view page has one KV head.
     """
 
     page_table: Tensor
-    """[T * Hkv, K] int32: view pages of the row's blocks, ascending by block; 0 past the row's pages."""
+    """[T * Hkv, K] int32: view pages of the row's blocks, ascending by block; 0 past the row's
+    pages."""
     kv_lens: Tensor
     """[T * Hkv] int32: tokens of the row; only its last page may be partial. 0 for padding rows."""
     k_view: Tensor
-    """[view pages, 1, 128, D]: the K cache as per-head pages, a strided view that shares its memory."""
+    """[view pages, 1, 128, D]: the K cache as per-head pages, a strided view that shares its
+    memory."""
     v_view: Tensor
     """[view pages, 1, 128, D]: the V cache likewise."""
 
 
 def _page_unit(name: str, cache: Tensor) -> tuple[int, int, int]:
-    """(elements between view pages, view pages a physical page, view pages a head) of a cache's strides."""
+    """(elements between view pages, view pages a physical page, view pages a head) of a cache's
+    strides."""
     if cache.dim() != 4:
         raise ValueError(
             f"msa.decode_view: {name} must be [pages, Hkv, 128, D], got {list(cache.shape)}"
@@ -39,7 +42,9 @@ def _page_unit(name: str, cache: Tensor) -> tuple[int, int, int]:
 def _per_head_pages(cache: Tensor, unit: int, page_step: int, head_step: int) -> Tensor:
     pages, heads, block, dim = cache.shape
     view_pages = (pages - 1) * page_step + (heads - 1) * head_step + 1 if pages else 0
-    return cache.as_strided((view_pages, 1, block, dim), (unit, unit, cache.stride(2), cache.stride(3)))
+    return cache.as_strided(
+        (view_pages, 1, block, dim), (unit, unit, cache.stride(2), cache.stride(3))
+    )
 
 
 def decode_view(
@@ -50,33 +55,34 @@ def decode_view(
     k_cache: Tensor,
     v_cache: Tensor,
 ) -> DecodeView:
-    """Turns selected blocks into per-head page tables over a strided view of the caches; copies nothing.
+    """Turns selected blocks into per-head page tables over a strided view; copies nothing.
 
-    The result lets a paged GQA decode kernel that knows nothing of MSA run it: batch T * Hkv, G query
-    heads, one KV head, page size 128.
+    The result lets a paged GQA decode kernel that knows nothing of MSA run it: batch T * Hkv, G
+    query heads, one KV head, page size 128.
 
     Args:
-        ids: [Hkv, T, K] int32 or int64, strides free (see `sparse_prefill`). Entries that count nothing there
-            are left out of the row here.
+        ids: [Hkv, T, K] int32 or int64, strides free (see `sparse_prefill`). Entries that count
+            nothing there are left out of the row here.
         block_table: [B, max_pages] int32, strides free.
         cu_seqlens_q: [B + 1] int32, any stride.
         seq_lens: [B] int32, any stride, tokens.
         k_cache: [pages, Hkv, 128, D], strided (see `sparse_prefill`).
-        v_cache: the same; its page and head strides must stand in the same ratio as those of `k_cache`,
-            since one page table serves both.
+        v_cache: the same; its page and head strides must stand in the same ratio as those of
+            `k_cache`, since one page table serves both.
 
     Returns:
         A `DecodeView`.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that the operator does not take, view pages past
-            2^31 - 1, or caches whose strides differ in ratio.
+        ValueError: a shape, dtype, device or stride that the operator does not take, view pages
+            past 2^31 - 1, or caches whose strides differ in ratio.
         RuntimeError: no kernel of this build runs on the tensors' device.
 
     Notes:
         Page unit = gcd(page stride, head stride) elements; view page = physical page * page_step +
-        head * head_step. In an HND cache the unit is one head's page, in an NHD pool one head's row. Blocks
-        are listed ascending whatever the order of `ids`. Duplicates of full blocks count twice.
+        head * head_step. In an HND cache the unit is one head's page, in an NHD pool one head's
+        row. Blocks are listed ascending whatever the order of `ids`. Duplicates of full blocks
+        count twice.
     Cost:
         Bytes: ids and the table entries they name read once, 4 bytes written for each entry.
     Source:
@@ -86,8 +92,9 @@ def decode_view(
     v_unit, *v_steps = _page_unit("v_cache", v_cache)
     if k_steps != v_steps or k_cache.shape != v_cache.shape:
         raise ValueError(
-            "msa.decode_view: v_cache must have the shape of k_cache and page and head strides in the same "
-            f"ratio, since one page table serves both; expected {list(k_cache.shape)} with steps {k_steps}, "
+            "msa.decode_view: v_cache must have the shape of k_cache and page and head strides in "
+            "the same ratio, since one page table serves both; "
+            f"expected {list(k_cache.shape)} with steps {k_steps}, "
             f"got {list(v_cache.shape)} with steps {v_steps}"
         )
     page_step, head_step = k_steps
@@ -98,6 +105,6 @@ def decode_view(
             f"msa.decode_view: k_cache must have at most 2^31 - 1 view pages, got {k_view.size(0)}"
         )
     page_table, kv_lens = torch.ops.msa.decode_view(
-        ids, block_table, cu_seqlens_q, seq_lens, page_step, head_step
+        ids, block_table, cu_seqlens_q, seq_lens, k_cache.size(0), page_step, head_step
     )
     return DecodeView(page_table, kv_lens, k_view, v_view)

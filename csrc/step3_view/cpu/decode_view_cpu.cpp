@@ -1,14 +1,10 @@
 // Row t * Hkv + h: page_table = page(j) * page_step + h * head_step for the selected blocks j of
 // (t, h), ascending, then 0; kv_lens = (n - 1) * 128 + tokens of the last of these n blocks.
 //
-// Left out of a row: entries of ids that count nothing, and blocks whose table entry is negative or
-// leads to a view page that int32 cannot hold.
+// Left out of a row: entries of ids that count nothing, and blocks on a page outside the cache.
 //
 // Threads: ranges of tiles, each of up to 64 tokens of one request.
-// Limits: the operator does not know the size of the cache; a page past its end gets a view page
-// past the end of the view, which the attention step leaves out.
-#include <limits>
-
+// Limits: view pages fit int32 (the Python API checks the view that it makes).
 #include "cpu/element.h"
 #include "cpu/token_tiles.h"
 #include "host/parallel.h"
@@ -19,7 +15,6 @@ namespace {
 
 constexpr int64_t kTokensPerTile = 64;
 constexpr int64_t kTilesPerTask = 16;  // a decode token is a tile of its own
-constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
 
 void write_row(const DecodeViewParams& params, const TokenTile& tile, int64_t token, int64_t head) {
   const int64_t topk = params.ids.topk;
@@ -35,11 +30,9 @@ void write_row(const DecodeViewParams& params, const TokenTile& tile, int64_t to
   const int count = selected_blocks(params.ids, head, token, visible, blocks);
   int64_t listed = 0, last_tokens = 0;
   for (int i = 0; i < count; ++i) {
-    const int64_t page = page_of(params.batch, tile.request, blocks[i], kInt32Max);
+    const int64_t page = page_of(params.batch, tile.request, blocks[i], params.num_pages);
     if (page < 0) continue;
-    const int64_t view_page = page * params.page_step + head * params.head_step;
-    if (view_page > kInt32Max) continue;
-    pages[listed++] = static_cast<int32_t>(view_page);
+    pages[listed++] = static_cast<int32_t>(page * params.page_step + head * params.head_step);
     last_tokens = visible_tokens(position, blocks[i]);
   }
   if (listed > 0) {

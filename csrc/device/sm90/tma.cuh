@@ -1,0 +1,63 @@
+// Bulk tensor copies (sm_90): tensor maps made on the host, boxes copied by one thread.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "device/cuda_errors.h"
+#include "device/sm90/mbarrier.cuh"
+
+namespace msa::sm90 {
+
+// cuTensorMapEncodeTiled, found at run time: a machine that only builds has no libcuda to link.
+inline auto tensor_map_encoder(const char* op) {
+  static const auto encode = [op] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found{};
+    check_cuda(op,
+               cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                cudaEnableDefault, &found),
+               "finding cuTensorMapEncodeTiled");
+    if (found != cudaDriverEntryPointSuccess) {
+      throw_runtime_error(op, "the CUDA driver has no cuTensorMapEncodeTiled; update the driver");
+    }
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  return encode;
+}
+
+// bfloat16 map with 128-byte swizzle; sizes and boxes in elements, strides in bytes (the first axis
+// is contiguous and has none).
+template <int kDims>
+CUtensorMap make_tensor_map(const char* op, const void* data, const uint64_t (&sizes)[kDims],
+                            const uint64_t (&strides)[kDims - 1], const uint32_t (&box)[kDims]) {
+  CUtensorMap map;
+  uint32_t element_strides[kDims];
+  for (uint32_t& stride : element_strides) stride = 1;
+  const CUresult result = tensor_map_encoder(op)(
+      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kDims, const_cast<void*>(data), sizes, strides, box,
+      element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw_runtime_error(op, concat("cuTensorMapEncodeTiled failed with code ", int{result}));
+  }
+  return map;
+}
+
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// A box of a 5-dimensional tensor to shared memory; its bytes arrive on `barrier`.
+__device__ __forceinline__ void copy_box(void* shared, const CUtensorMap* map, uint64_t* barrier,
+                                         int c0, int c1, int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
+}  // namespace msa::sm90

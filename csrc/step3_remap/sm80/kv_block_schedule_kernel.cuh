@@ -1,0 +1,228 @@
+// Step 3 of prefill, kv_block_schedule: {token -> blocks} into {block -> tokens}, a counting sort
+// over rows (KV head, request, block), and the even work items that a persistent attention grid
+// takes.
+//
+// Four launches in stream order, no host knowledge of the selection:
+//   clear    counters, chain and item count to 0                         (memset)
+//   count    a lane an entry, 32 tokens of one (KV head, k) a warp; lanes that hit the same row add
+//            once (hot rows such as block 0, selected by every token, are the normal case)
+//   scan     kScanRows rows a CTA, chained: CTA i adds what CTA i - 1 published. Writes row_ptr and
+//            the work items of its rows, and turns each counter into the row's write cursor
+//   scatter  as count, each entry to its row's cursor
+//
+// Portable, sm_80 and up. Chain: CTAs take tickets, so that a CTA waits only for running ones.
+// Order of the pairs within a row is not fixed: the cursors are atomic. What is computed from them
+// is: a partial result lies in a slot of its own, whatever tile it was computed in.
+// Limits: num_rows, Hkv * T * K and the items fit int32 (checked on the host).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "device/positions.cuh"
+#include "step3_remap/kv_block_schedule_params.h"
+#include "step3_remap/work_plan.h"
+
+namespace msa::kv_block_schedule::sm80 {
+
+constexpr int kThreads = 256;
+constexpr int kScanThreads = 512;
+constexpr int kRowsPerThread = 1;
+constexpr int kScanRows = kScanThreads * kRowsPerThread;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Pairs and work items in one 64-bit sum: bits 0-30 pairs, 31-61 items, 62 published.
+using Sums = unsigned long long;
+constexpr int kItemShift = 31;
+constexpr Sums kFieldMask = (1ull << 31) - 1;
+constexpr Sums kPublished = 1ull << 62;
+
+struct Workspace {
+  uint32_t* counters;  // [num_rows], then each row's cursor
+  Sums* chain;         // [scan CTAs], inclusive sums
+  uint32_t* ticket;    // [1]
+};
+
+inline __host__ __device__ int64_t scan_ctas(int64_t num_rows) {
+  return num_rows > kScanRows ? (num_rows + kScanRows - 1) / kScanRows : 1;
+}
+
+// chain first: it needs 8-byte alignment.
+inline __host__ __device__ Workspace split_workspace(void* workspace, int64_t num_rows) {
+  Workspace result;
+  result.chain = static_cast<Sums*>(workspace);
+  result.counters = reinterpret_cast<uint32_t*>(result.chain + scan_ctas(num_rows));
+  result.ticket = result.counters + num_rows;
+  return result;
+}
+
+// Calls visit(row, pair) once a thread, with whole warps; row -1 where the lane has nothing to add.
+template <typename Visit>
+__device__ __forceinline__ void visit_entry(const KVBlockScheduleParams& params,
+                                            const Visit& visit) {
+  const uint32_t window = static_cast<uint32_t>(params.token_end - params.token_begin);
+  const uint32_t padded = (window + 31) / 32 * 32;  // the lanes of a warp share head and slot
+  const uint32_t topk = static_cast<uint32_t>(params.ids.topk);
+  const uint32_t unit = blockIdx.x * kThreads + threadIdx.x;
+  const uint32_t head_slot = unit / padded, token_in_window = unit % padded;
+  const uint32_t head = head_slot / topk, slot = head_slot % topk;
+  if (head >= params.ids.num_heads) return;  // whole warps
+  const int32_t token = static_cast<int32_t>(params.token_begin + token_in_window);
+  int32_t row = -1;
+  if (token_in_window < window) {
+    const TokenPosition position = find_position(params.batch, token);
+    const int32_t block =
+        selected_block(params.ids, params.batch, params.num_pages, position, head, token, slot);
+    if (block >= 0) {
+      row = static_cast<int32_t>(
+          (head * params.batch.num_requests + position.request) * params.batch.max_pages + block);
+    }
+  }
+  visit(row, token * static_cast<int32_t>(topk) + static_cast<int32_t>(slot));
+}
+
+// Adds one for every lane at its row's counter, once for lanes of the same row; returns what the
+// lane would have read. All lanes of the warp call it.
+__device__ __forceinline__ uint32_t add_one(uint32_t* counters, int32_t row) {
+  const unsigned peers = __match_any_sync(kAllLanes, row);
+  const int lane = threadIdx.x % 32, leader = __ffs(peers) - 1;
+  uint32_t first = 0;
+  if (lane == leader && row >= 0) first = atomicAdd(counters + row, __popc(peers));
+  first = __shfl_sync(kAllLanes, first, leader);
+  return first + __popc(peers & ((1u << lane) - 1));
+}
+
+static __global__ void __launch_bounds__(kThreads)
+    msa_kv_block_schedule_count_sm80_kernel(const __grid_constant__ KVBlockScheduleParams params,
+                                            const Workspace workspace) {
+  visit_entry(params, [&](int32_t row, int32_t) { add_one(workspace.counters, row); });
+}
+
+static __global__ void __launch_bounds__(kThreads)
+    msa_kv_block_schedule_scatter_sm80_kernel(const __grid_constant__ KVBlockScheduleParams params,
+                                              const Workspace workspace) {
+  visit_entry(params, [&](int32_t row, int32_t pair) {
+    const uint32_t place = add_one(workspace.counters, row);
+    if (row >= 0) params.pairs[place] = pair;
+  });
+}
+
+// Past the last pair and the last item.
+static __global__ void __launch_bounds__(kThreads)
+    msa_kv_block_schedule_fill_sm80_kernel(const __grid_constant__ KVBlockScheduleParams params,
+                                           int64_t num_rows, int64_t num_pairs) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = params.row_ptr[num_rows] + first; i < num_pairs; i += step) {
+    params.pairs[i] = -1;
+  }
+  for (int64_t i = 3 * int64_t{*params.num_work_items} + first; i < 3 * params.max_work_items;
+       i += step) {
+    params.work_items[i] = -1;
+  }
+}
+
+__device__ __forceinline__ Sums sums_of_row(uint32_t num_pairs, int64_t max_queries_per_item) {
+  return static_cast<Sums>(row_items(num_pairs, max_queries_per_item)) << kItemShift | num_pairs;
+}
+
+// Exclusive sum over the CTA's threads; `total` is their sum.
+__device__ __forceinline__ Sums scan_threads(Sums value, Sums& total) {
+  __shared__ Sums warp_sums[kScanThreads / 32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  Sums inclusive = value;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const Sums other = __shfl_up_sync(kAllLanes, inclusive, distance);
+    if (lane >= distance) inclusive += other;
+  }
+  if (lane == 31) warp_sums[warp] = inclusive;
+  __syncthreads();
+  Sums before = 0;
+  total = 0;
+#pragma unroll
+  for (int w = 0; w < kScanThreads / 32; ++w) {
+    if (w < warp) before += warp_sums[w];
+    total += warp_sums[w];
+  }
+  return before + inclusive - value;
+}
+
+struct ScanParams {
+  int64_t num_rows;
+  int64_t max_queries_per_item;
+  int32_t* row_ptr;         // [num_rows + 1], or null
+  int32_t* work_items;      // [.., 3]
+  int32_t* num_work_items;  // [1], or null
+  // Rows in equal ranges, whose first work items are wanted too (row fields then count from the
+  // range's first row): range_items [num_rows / range_rows + 1]. range_rows 0: none.
+  int64_t range_rows;
+  int32_t* range_items;
+};
+
+static __global__ void __launch_bounds__(kScanThreads)
+    msa_kv_block_schedule_scan_sm80_kernel(const __grid_constant__ ScanParams params,
+                                           const Workspace workspace) {
+  const int64_t num_rows = params.num_rows;
+  __shared__ uint32_t shared_ticket;
+  __shared__ Sums shared_before;
+  if (threadIdx.x == 0) shared_ticket = atomicAdd(workspace.ticket, 1);
+  __syncthreads();
+  const int64_t cta = shared_ticket;
+  const int64_t first_row = cta * kScanRows + threadIdx.x * kRowsPerThread;
+
+  uint32_t counts[kRowsPerThread];
+  Sums mine = 0;
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) {
+    counts[i] = first_row + i < num_rows ? workspace.counters[first_row + i] : 0;
+    mine += sums_of_row(counts[i], params.max_queries_per_item);
+  }
+  Sums total;
+  Sums before = scan_threads(mine, total);
+  if (threadIdx.x == 0) {
+    Sums earlier = 0;
+    if (cta > 0) {
+      const volatile Sums* previous = workspace.chain + cta - 1;
+      do earlier = *previous;
+      while (!(earlier & kPublished));
+      earlier &= ~kPublished;
+    }
+    atomicExch(workspace.chain + cta, (earlier + total) | kPublished);
+    shared_before = earlier;
+    if (cta + 1 == scan_ctas(num_rows)) {
+      const Sums all = earlier + total;
+      const auto items = static_cast<int32_t>(all >> kItemShift);
+      if (params.row_ptr) params.row_ptr[num_rows] = static_cast<int32_t>(all & kFieldMask);
+      if (params.num_work_items) *params.num_work_items = items;
+      if (params.range_rows) params.range_items[num_rows / params.range_rows] = items;
+    }
+  }
+  __syncthreads();
+  before += shared_before;
+
+#pragma unroll
+  for (int i = 0; i < kRowsPerThread; ++i) {
+    const int64_t row = first_row + i;
+    if (row >= num_rows) break;
+    const int32_t begin = static_cast<int32_t>(before & kFieldMask);
+    int64_t item = static_cast<int64_t>(before >> kItemShift);
+    int64_t row_field = row;
+    if (params.row_ptr) params.row_ptr[row] = begin;
+    if (params.range_rows) {
+      row_field = row % params.range_rows;
+      if (row_field == 0) params.range_items[row / params.range_rows] = static_cast<int32_t>(item);
+    }
+    workspace.counters[row] = begin;
+    const int64_t items = row_items(counts[i], params.max_queries_per_item);
+    for (int64_t part = 0; part < items; ++part, ++item) {
+      params.work_items[3 * item] = static_cast<int32_t>(row_field);
+      params.work_items[3 * item + 1] =
+          begin + static_cast<int32_t>(item_begin(counts[i], items, part));
+      params.work_items[3 * item + 2] =
+          begin + static_cast<int32_t>(item_begin(counts[i], items, part + 1));
+    }
+    before += sums_of_row(counts[i], params.max_queries_per_item);
+  }
+}
+
+}  // namespace msa::kv_block_schedule::sm80

@@ -1,0 +1,386 @@
+// Step 4, sparse_prefill, KV-block-major: each K/V block moves to shared memory once a work item,
+// and the tokens that selected it stream past.
+//
+//   for the G rows of each (token, k) of the item's block and KV head:
+//     s = scale * q . K^T, tokens past pos masked;  m = max s;  p = exp(s - m);  l = sum p;  o = p
+//     V
+//   o (not normalised, bfloat16) and (m, l) go to the entry's slot; whoever finishes the token (the
+//   query-major kernel or the merge) weighs and adds its slots. No running softmax, no atomics: a
+//   slot's bits do not depend on the tile it was computed in.
+//
+// Grid      persistent, one CTA an SM; CTA i takes work items i, i + gridDim, ...
+// Roles     role            warps   registers  does
+//           consumer 0..2   0-11    152        tiles w, w + 3, ... of an item: 64 rows = 64 / G
+//           tokens K/V producer    12      56         one box a K block, one a V block q producers
+//           13-15   56         warp 13 + w gathers the tiles of consumer w, a box a token
+// Shared    name      layout                                      bytes
+//           k         2 stages [half of d][128 tokens][64 d]      65,536   128-byte swizzle
+//           v         2 stages, the same                          65,536
+//           q         2 stages a consumer [row group][half of d][8 rows][64 d]  98,304
+// Barriers  name      arrivals                   who arrives            who waits
+//           k_full    1 + bytes of a block       K/V producer           consumers
+//           v_full    1 + bytes of a block       K/V producer           consumers
+//           kv_empty  12 = 3 consumers * 4 warps each consumer warp     K/V producer
+//           q_full    1 + bytes of the tokens    q producer w           consumer w
+//           q_empty   4 = warps of consumer w    each of its warps      q producer w
+//           named 1   384                        all consumers, where V has unwritten rows
+//           A consumer waits for every k_full and v_full in turn, also of items that leave it no
+//           tile: a parity wait tolerates a lag of one phase.
+// Timeline  consumer: wait K, V, q | S = Q K^T | q_empty | softmax | O = P V | store | next tile
+//           the three consumers are out of step: one's softmax runs under another's products
+// Unwritten slots  K: masked columns are replaced before use. V: 0 * NaN is NaN, so rows at or past
+// the
+//           request's length are zeroed in shared memory, by the consumers, before the block's
+//           first use.
+// Limits    bfloat16, D = 128, G in {1, 2, 4, 8, 16}.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "device/positions.cuh"
+#include "device/sm90/mbarrier.cuh"
+#include "device/sm90/tma.cuh"
+#include "device/sm90/wgmma.cuh"
+#include "step4_attend/sm90/prefill_kv_block_tile.h"
+
+namespace msa::sparse_prefill::sm90 {
+
+using namespace msa::sm90;
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+struct WorkItem {
+  int32_t head, request, block, begin, end;
+};
+
+__device__ __forceinline__ WorkItem load_item(const KVBlockParams& params, int32_t index) {
+  const int32_t* fields = params.work_items + 3 * static_cast<int64_t>(index);
+  const uint32_t row = fields[0];
+  const uint32_t max_blocks = static_cast<uint32_t>(params.batch.max_pages);
+  const uint32_t num_requests = static_cast<uint32_t>(params.batch.num_requests);
+  const uint32_t head_request = row / max_blocks;
+  return {static_cast<int32_t>(head_request / num_requests),
+          static_cast<int32_t>(head_request % num_requests), static_cast<int32_t>(row % max_blocks),
+          fields[1], fields[2]};
+}
+
+// Calls visit(i, count) for the CTA's items, of which lane i of the warp has loaded the i-th: a
+// batch's look-ups, a chain of dependent loads each, are under way together.
+template <typename Load, typename Visit>
+__device__ __forceinline__ void for_items(const KVBlockParams& params, const Load& load,
+                                          const Visit& visit) {
+  const int lane = threadIdx.x % 32;
+  const int32_t end_item = params.item_range[1];
+  for (int32_t first = params.item_range[0] + blockIdx.x; first < end_item;
+       first += 32 * gridDim.x) {
+    const int32_t left = (end_item - first + gridDim.x - 1) / gridDim.x;
+    const int32_t count = min(32, left);
+    if (lane < count) load(load_item(params, first + lane * gridDim.x));
+    __syncwarp();
+    for (int32_t i = 0; i < count; ++i) visit(i, count);
+  }
+}
+
+__device__ __forceinline__ void produce_kv(const KVBlockParams& params, const CUtensorMap* k_map,
+                                           const CUtensorMap* v_map, SharedStorage& shared) {
+  const int lane = threadIdx.x % 32;
+  const int log_tile_tokens = 6 - params.log_group;
+  RingPosition<kKVStages> ring;
+  int32_t head = 0, page = 0, tiles = 0, written = 0;
+  for_items(
+      params,
+      [&](const WorkItem& item) {
+        head = item.head;
+        page = page_of(params.batch, item.request, item.block);
+        tiles = (item.end - item.begin + (1 << log_tile_tokens) - 1) >> log_tile_tokens;
+        written = seq_len_of(params.batch, item.request) - item.block * kBlock;
+      },
+      [&](int32_t i, int32_t) {
+        const int32_t item_head = __shfl_sync(kAllLanes, head, i);
+        const int32_t item_page = __shfl_sync(kAllLanes, page, i);
+        const ItemInfo info{__shfl_sync(kAllLanes, tiles, i), __shfl_sync(kAllLanes, written, i)};
+        if (lane == 0) {
+          barrier_wait(&shared.kv_empty[ring.stage], ring.phase ^ 1);
+          shared.items[ring.stage] = info;
+          barrier_arrive_expect(&shared.k_full[ring.stage], kPageBytes);
+          copy_box(shared.k[ring.stage], k_map, &shared.k_full[ring.stage], 0, 0, 0, item_head,
+                   item_page);
+          barrier_arrive_expect(&shared.v_full[ring.stage], kPageBytes);
+          copy_box(shared.v[ring.stage], v_map, &shared.v_full[ring.stage], 0, 0, 0, item_head,
+                   item_page);
+        }
+        ring.advance();
+      });
+}
+
+// Lane i brings token i, i + 32, ... of a tile, and says where its result goes.
+__device__ __forceinline__ void produce_q(const KVBlockParams& params, const CUtensorMap* q_map,
+                                          SharedStorage& shared, int consumer) {
+  const int lane = threadIdx.x % 32;
+  const int group = 1 << params.log_group, tile_tokens = kTileRows >> params.log_group;
+  const int first_stage = consumer * kQStagesPerConsumer;
+  RingPosition<kQStagesPerConsumer> ring;
+  int32_t head = 0, begin = 0, end = 0, first_valid = 0;
+  Pair next{};  // of the lane, in the tile after the current one
+  const auto load_pair = [&](int32_t first, int32_t item_end) {
+    if (first + lane < item_end) next = params.pairs[first + lane];
+  };
+  for_items(
+      params,
+      [&](const WorkItem& item) {
+        head = item.head;
+        begin = item.begin + consumer * tile_tokens;
+        end = item.end;
+        // valid = pos - block * 128 + 1, and pos = seq_len - (end of the request's tokens - token)
+        first_valid = seq_len_of(params.batch, item.request) -
+                      first_token_of(params.batch, item.request + 1) - item.block * kBlock + 1;
+      },
+      [&](int32_t i, int32_t count) {
+        const int32_t item_head = __shfl_sync(kAllLanes, head, i);
+        const int32_t item_begin = __shfl_sync(kAllLanes, begin, i);
+        const int32_t item_end = __shfl_sync(kAllLanes, end, i);
+        const int32_t item_valid = __shfl_sync(kAllLanes, first_valid, i);
+        const int32_t next_begin = __shfl_sync(kAllLanes, begin, i + 1);
+        const int32_t next_end = i + 1 < count ? __shfl_sync(kAllLanes, end, i + 1) : 0;
+        if (i == 0) load_pair(item_begin, item_end);
+        if (item_begin >= item_end) load_pair(next_begin, next_end);
+        for (int32_t first = item_begin; first < item_end; first += kConsumers * tile_tokens) {
+          Pair pair = next;
+          const int32_t following = first + kConsumers * tile_tokens;
+          load_pair(following < item_end ? following : next_begin,
+                    following < item_end ? item_end : next_end);
+          const int tokens = min(tile_tokens, item_end - first);
+          const int stage = first_stage + ring.stage;
+          barrier_wait(&shared.q_empty[stage], ring.phase ^ 1);
+          for (int token = lane; token < tile_tokens; token += 32) {
+            if (token != lane && token < tokens) pair = params.pairs[first + token];
+            shared.slots[stage][token] = token < tokens ? pair.slot : -1;
+            shared.valid[stage][token] = min(kBlock, pair.token + item_valid);
+          }
+          __syncwarp();
+          if (lane == 0) {
+            barrier_arrive_expect(&shared.q_full[stage], tokens * group * kHeadDim * 2);
+          }
+          __syncwarp();
+          for (int token = lane; token < tokens; token += 32) {
+            // The last pair read above is the lane's last token's; earlier ones are read again.
+            const int32_t source =
+                token + 32 < tokens ? params.pairs[first + token].token : pair.token;
+            const int row = token * group;
+            uint8_t* rows = shared.q[stage] + row / 8 * 2048 + row % 8 * 128;
+            if (group >= 8) {  // whole groups of 8 rows: one box
+              copy_box(rows, q_map, &shared.q_full[stage], 0, 0, 0, item_head * group / 8, source);
+            } else {  // a part of one: a box for each half of d
+              copy_box(rows, q_map, &shared.q_full[stage], 0, item_head * group, 0, 0, source);
+              copy_box(rows + 1024, q_map, &shared.q_full[stage], 0, item_head * group, 1, 0,
+                       source);
+            }
+          }
+          ring.advance();
+        }
+      });
+}
+
+// 2^x by the special-function unit alone; results under 2^-126 become 0.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// A consumer thread's two rows of a tile: row and row + 8 of its warp's 16.
+struct Row {
+  int32_t slot;   // of the partial result, -1: no such token
+  int32_t valid;  // keys of the block that the token may see, 1 to 128
+};
+
+// Softmax of one block for the rows of this thread: s becomes p, in registers in the order of the
+// next product's first operand.
+__device__ __forceinline__ void softmax(Accumulator& s, const Row (&rows)[2], float scale_log2,
+                                        uint32_t (&p)[32], float (&maximum)[2], float (&sum)[2]) {
+  const int quad = threadIdx.x % 4;
+  if (scale_log2 < 0.0f) {  // so that the largest product is the largest logit
+#pragma unroll
+    for (float& value : s) value = -value;
+    scale_log2 = -scale_log2;
+  }
+  if (rows[0].valid < kBlock || rows[1].valid < kBlock) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      const int column = i / 4 * 8 + quad * 2 + i % 2;
+      if (column >= rows[i / 2 % 2].valid) s[i] = -INFINITY;
+    }
+  }
+  float largest[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+  for (int i = 0; i < 64; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], s[i]);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 1));
+    largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 2));
+    maximum[r] = largest[r] == -INFINITY ? 0.0f : largest[r] * scale_log2;
+    sum[r] = 0.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < 64; i += 2) {
+    const int r = i / 2 % 2;
+    const float first = exp2_fast(fmaf(s[i], scale_log2, -maximum[r]));
+    const float second = exp2_fast(fmaf(s[i + 1], scale_log2, -maximum[r]));
+    sum[r] += first + second;
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    p[i / 2] = *reinterpret_cast<const uint32_t*>(&pair);
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    sum[r] += __shfl_xor_sync(kAllLanes, sum[r], 1);
+    sum[r] += __shfl_xor_sync(kAllLanes, sum[r], 2);
+  }
+}
+
+__device__ __forceinline__ void store_partial(const KVBlockParams& params, const Row (&rows)[2],
+                                              const Accumulator& o, const float (&maximum)[2],
+                                              const float (&sum)[2]) {
+  const int quad = threadIdx.x % 4, warp_row = threadIdx.x % 32 / 4;
+  const int group = 1 << params.log_group, chunk_stride = min(group, 8) * 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (rows[r].slot < 0) continue;
+    const int row = (warp_row + 8 * r) & (group - 1);
+    const int64_t slot = rows[r].slot;
+    __nv_bfloat16* out = params.partials.out + (slot << params.log_group) * kHeadDim +
+                         row / 8 * 8 * kHeadDim + (row % 8 * 4 + quad) * 8;
+#pragma unroll
+    for (int chunk = 0; chunk < 4; ++chunk) {
+      uint32_t words[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int i = (chunk * 4 + n) * 4 + r * 2;
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(o[i], o[i + 1]);
+        words[n] = *reinterpret_cast<const uint32_t*>(&pair);
+      }
+      *reinterpret_cast<uint4*>(out + chunk * chunk_stride) =
+          make_uint4(words[0], words[1], words[2], words[3]);
+    }
+    if (quad == 0) {
+      params.partials.state[(slot << params.log_group) + row] = make_float2(maximum[r], sum[r]);
+    }
+  }
+}
+
+// Rows of V at or past the request's length, by all consumers.
+__device__ __forceinline__ void zero_unwritten_rows(uint8_t* v, int32_t written) {
+  const int row_vectors = 8;  // 16-byte vectors of one half of a row
+  const int count = (kBlock - written) * row_vectors * 2;
+  for (int i = threadIdx.x; i < count; i += kConsumers * 128) {
+    const int half = i & 1, vector = i / 2;
+    *reinterpret_cast<uint4*>(v + half * (kPageBytes / 2) + written * 128 + vector * 16) =
+        make_uint4(0, 0, 0, 0);
+  }
+  fence_async_proxy();
+  named_barrier(1, kConsumers * 128);
+}
+
+__device__ __forceinline__ void consume(const KVBlockParams& params, SharedStorage& shared,
+                                        int consumer) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int first_stage = consumer * kQStagesPerConsumer;
+  // Swizzled tiles of 64 d: 8 rows are 1024 bytes, both halves of 8 rows of q 2048.
+  const uint64_t q_base = make_descriptor(shared_address(shared.q[first_stage]), 16, 2048);
+  const uint64_t k_base = make_descriptor(shared_address(shared.k[0]), 16, 1024);
+  const uint64_t v_base = make_descriptor(shared_address(shared.v[0]), kPageBytes / 2, 1024);
+
+  RingPosition<kKVStages> kv;
+  RingPosition<kQStagesPerConsumer> ring;
+  const int32_t end_item = params.item_range[1];
+  for (int32_t index = params.item_range[0] + blockIdx.x; index < end_item; index += gridDim.x) {
+    barrier_wait(&shared.k_full[kv.stage], kv.phase);
+    barrier_wait(&shared.v_full[kv.stage], kv.phase);
+    const ItemInfo item = shared.items[kv.stage];
+    if (item.written < kBlock) zero_unwritten_rows(shared.v[kv.stage], max(item.written, 0));
+
+    for (int32_t tile = consumer; tile < item.tiles; tile += kConsumers) {
+      const int stage = first_stage + ring.stage;
+      barrier_wait(&shared.q_full[stage], ring.phase);
+      Row rows[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int token = (warp * 16 + lane / 4 + 8 * r) >> params.log_group;
+        rows[r] = {shared.slots[stage][token], shared.valid[stage][token]};
+      }
+
+      Accumulator s;
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kHeadDim / 16; ++step) {
+        const int half = step / 4, within = step % 4 * 32;
+        multiply_ss(advance(q_base, ring.stage * kQTileBytes + half * 1024 + within),
+                    advance(k_base, kv.stage * kPageBytes + half * (kPageBytes / 2) + within), s,
+                    step > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      hold(s);
+      if (lane == 0) barrier_arrive(&shared.q_empty[stage]);
+      ring.advance();
+
+      uint32_t p[32];
+      float maximum[2], sum[2];
+      softmax(s, rows, params.scale_log2, p, maximum, sum);
+
+      Accumulator o;
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kBlock / 16; ++step) {
+        const uint32_t a[4] = {p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]};
+        multiply_rs(a, advance(v_base, kv.stage * kPageBytes + step * 2048), o, step > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      hold(o);
+      store_partial(params, rows, o, maximum, sum);
+    }
+    if (lane == 0) barrier_arrive(&shared.kv_empty[kv.stage]);
+    kv.advance();
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    msa_sparse_prefill_kv_block_sm90_kernel(const __grid_constant__ KVBlockParams params,
+                                            const __grid_constant__ CUtensorMap q_map,
+                                            const __grid_constant__ CUtensorMap k_map,
+                                            const __grid_constant__ CUtensorMap v_map) {
+  extern __shared__ __align__(1024) uint8_t shared_memory[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&q_map);
+    prefetch_tensor_map(&k_map);
+    prefetch_tensor_map(&v_map);
+    for (int stage = 0; stage < kKVStages; ++stage) {
+      barrier_init(&shared.k_full[stage], 1);
+      barrier_init(&shared.v_full[stage], 1);
+      barrier_init(&shared.kv_empty[stage], kKVEmptyArrivals);
+    }
+    for (int stage = 0; stage < kQStages; ++stage) {
+      barrier_init(&shared.q_full[stage], 1);
+      barrier_init(&shared.q_empty[stage], kQEmptyArrivals);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+
+  // A warp's index through a shuffle, so that the compiler knows it is the same in all its lanes.
+  const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0);
+  if (warp >= kConsumers * 4) {
+    lower_registers<kProducerRegisters>();
+    if (warp == kConsumers * 4) {
+      produce_kv(params, &k_map, &v_map, shared);
+    } else {
+      produce_q(params, &q_map, shared, warp - kConsumers * 4 - 1);
+    }
+  } else {
+    raise_registers<kConsumerRegisters>();
+    consume(params, shared, warp / 4);
+  }
+}
+
+}  // namespace msa::sparse_prefill::sm90

@@ -1,0 +1,75 @@
+// Sizes, shared memory and barriers of the KV-block-major prefill kernel, and the layout of its
+// partial results, which the merge kernel reads.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "common/views.h"
+#include "step3_remap/prefill_plan.h"
+
+namespace msa::sparse_prefill::sm90 {
+
+constexpr int kConsumers = 3;                     // warpgroups of 64 rows each
+constexpr int kThreads = (kConsumers + 1) * 128;  // and one of producers
+constexpr int kTileRows = 64;                     // rows of a consumer's tile: 64 / G tokens
+constexpr int kKVStages = 2;
+constexpr int kQStagesPerConsumer = 2;  // a q stage belongs to one warpgroup
+constexpr int kQStages = kConsumers * kQStagesPerConsumer;
+constexpr int kConsumerRegisters = 152;
+constexpr int kProducerRegisters = 56;
+static_assert((kConsumers * kConsumerRegisters + kProducerRegisters) * 128 <= 65536,
+              "setmaxnreg hands out what the CTA holds at launch");
+
+constexpr int kPageBytes = kBlock * kHeadDim * 2;  // one K or V block, bfloat16
+constexpr int kQTileBytes = kTileRows * kHeadDim * 2;
+
+// What a consumer needs to know of an item; written by the K/V producer with the item's stage.
+struct ItemInfo {
+  int32_t tiles;  // of all consumers
+  int32_t
+      written;  // tokens of the request from the block's first on; under 128: V has unwritten rows
+};
+
+struct SharedStorage {
+  alignas(1024) uint8_t k[kKVStages][kPageBytes];  // [2 halves of d][128 tokens][64 d], swizzled
+  alignas(1024) uint8_t v[kKVStages][kPageBytes];
+  alignas(1024) uint8_t q[kQStages][kQTileBytes];  // [8 row groups][2 halves of d][8 rows][64 d]
+  int32_t slots[kQStages][kTileRows];              // of each token of a tile, -1: none
+  uint8_t valid[kQStages][kTileRows];  // keys of the block that the token may see, 1 to 128
+  ItemInfo items[kKVStages];
+  uint64_t k_full[kKVStages];
+  uint64_t v_full[kKVStages];
+  uint64_t kv_empty[kKVStages];
+  uint64_t q_full[kQStages];
+  uint64_t q_empty[kQStages];
+};
+constexpr int kSharedBytes = sizeof(SharedStorage);
+static_assert(kSharedBytes <= 227 * 1024, "shared memory of one CTA");
+
+constexpr int kKVEmptyArrivals = kConsumers * 4;  // one a consumer warp
+constexpr int kQEmptyArrivals = 4;                // one a warp of the stage's warpgroup
+
+// Partial results, a slot for each leftover entry (prefill_plan.h):
+//   out    [slots][G][128] bfloat16, not normalised, in the order of the accumulator: of 8 rows of
+//   a slot
+//          four chunks of [row][quad] 16 bytes; chunk c holds columns 32 c to 32 c + 31
+//   state  [slots][G] {maximum of the logits in log2 units, sum of exp2(logit - maximum)}
+struct Partials {
+  __nv_bfloat16* out;
+  float2* state;
+};
+
+struct KVBlockParams {
+  BatchView batch;
+  Partials partials;
+  const Pair* pairs;
+  const int32_t* work_items;
+  const int32_t* item_range;  // [2]: the work items of this round
+  float scale_log2;           // scale * log2(e)
+  int32_t log_group;          // log2(G)
+};
+
+}  // namespace msa::sparse_prefill::sm90

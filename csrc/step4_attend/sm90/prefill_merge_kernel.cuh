@@ -1,0 +1,177 @@
+// Step 4, sparse_prefill, last part of tiles that are not query-major: the partial results of each
+// (token, head) -> its result.
+//
+//   M = max over its slots of m;  w = 2^(m - M);  out = sum w o / sum w l
+//   lse = (M + log2(sum w l)) / log2(e)
+//
+// Bound by memory: every slot is read once.
+// Grid      persistent, a CTA 32 rows (token, g) of a tile and turn, a warp 8 of them, a lane 32
+// columns
+//           of one row, in the order the partials were stored in: 16-byte loads, 512 contiguous
+//           bytes a warp.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "device/positions.cuh"
+#include "step4_attend/sm90/prefill_kv_block_kernel.cuh"
+
+namespace msa::sparse_prefill::sm90 {
+
+struct FinishParams {
+  BatchView batch;
+  Partials partials;
+  PrefillPlan plan;
+  RowsView out;  // [T, Hq, D] bfloat16
+  LseView lse;
+  float scale_log2;
+  int64_t num_kv_heads;
+  int32_t log_group;  // log2(G)
+  int32_t round;      // the tiles that this launch finishes
+};
+
+constexpr int kMergeWarps = 4;
+constexpr int kMergeBatch = 4;  // slots whose loads are in flight together
+
+// Of four lanes with four words each, lane q gets word q of all of them, in the order of the lanes.
+__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], int quad) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+#pragma unroll
+    for (int low = 0; low < 4; ++low) {
+      if (low & bit) continue;
+      const bool upper = quad & bit;
+      const uint32_t received =
+          __shfl_xor_sync(0xffffffffu, upper ? words[low] : words[low + bit], bit);
+      if (upper) {
+        words[low] = received;
+      } else {
+        words[low + bit] = received;
+      }
+    }
+  }
+}
+
+// Does this launch finish the tile?
+__device__ __forceinline__ bool in_round(const FinishParams& params, int64_t tile) {
+  return params.plan.tile_round[tile] == params.round;
+}
+
+// Calls visit(unit) for the units of work that pass, in order, of those that this CTA takes. Whole
+// warps: their lanes look at 32 units at a time, since a launch may have few or none of them.
+template <typename Passes, typename Visit>
+__device__ __forceinline__ void for_units(int32_t num_units, const Passes& passes,
+                                          const Visit& visit) {
+  const int lane = threadIdx.x % 32;
+  for (int32_t first = blockIdx.x; first < num_units; first += 32 * gridDim.x) {
+    const int64_t mine = first + static_cast<int64_t>(lane) * gridDim.x;
+    uint32_t left = __ballot_sync(0xffffffffu, mine < num_units && passes(mine));
+    while (left != 0) {
+      const int next = __ffs(left) - 1;
+      left &= left - 1;
+      visit(static_cast<int32_t>(first + next * gridDim.x));
+    }
+  }
+}
+
+// Eight rows of a tile, the first of them `first_row`, by a warp; row = token of the tile * G + g.
+__device__ __forceinline__ void merge_rows(const FinishParams& params, int64_t head,
+                                           int64_t first_token, int32_t first_row) {
+  const PrefillPlan& plan = params.plan;
+  const int quad = threadIdx.x % 4, group = 1 << params.log_group;
+  const int32_t row = first_row + static_cast<int32_t>(threadIdx.x % 32 / 4);
+  const int32_t g = row & (group - 1);
+  const int64_t token = first_token + (row >> params.log_group);
+  const bool mine = (row >> params.log_group) < plan.tile_tokens && token < plan.num_tokens;
+  const int64_t unit = head * plan.num_tokens + token;
+  const int count = mine ? static_cast<int>(plan.leftovers[unit]) : 0;
+  const int64_t first_slot = mine ? plan.first_slot[unit] : 0;
+  const int most = __reduce_max_sync(0xffffffffu, count);
+
+  const float2* state = params.partials.state + first_slot * group + g;
+  float largest = -INFINITY;
+  for (int slot = 0; slot < count; ++slot) largest = fmaxf(largest, state[slot * group].x);
+
+  const int chunk_stride = min(group, 8) * 32;
+  const __nv_bfloat16* partial = params.partials.out + first_slot * group * kHeadDim +
+                                 g / 8 * 8 * kHeadDim + (g % 8 * 4 + quad) * 8;
+  float total = 0.0f;
+  float sums[32] = {};
+  for (int first = 0; first < most; first += kMergeBatch) {
+    uint4 bits[kMergeBatch][4];
+#pragma unroll
+    for (int i = 0; i < kMergeBatch; ++i) {
+      if (first + i < count) {
+        const __nv_bfloat16* slot = partial + static_cast<int64_t>(first + i) * group * kHeadDim;
+#pragma unroll
+        for (int chunk = 0; chunk < 4; ++chunk) {
+          bits[i][chunk] = __ldcs(reinterpret_cast<const uint4*>(slot + chunk * chunk_stride));
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kMergeBatch; ++i) {
+      if (first + i < count) {
+        const float2 max_sum = state[(first + i) * group];
+        const float weight = exp2_fast(max_sum.x - largest);
+        total += weight * max_sum.y;
+#pragma unroll
+        for (int chunk = 0; chunk < 4; ++chunk) {
+          const uint32_t words[4] = {bits[i][chunk].x, bits[i][chunk].y, bits[i][chunk].z,
+                                     bits[i][chunk].w};
+#pragma unroll
+          for (int n = 0; n < 4; ++n) {
+            sums[chunk * 8 + 2 * n] += weight * __uint_as_float(words[n] << 16);
+            sums[chunk * 8 + 2 * n + 1] += weight * __uint_as_float(words[n] & 0xffff0000u);
+          }
+        }
+      }
+    }
+  }
+
+  const float normalise = count ? 1.0f / total : 0.0f;
+  const int64_t q_head = (head << params.log_group) + g;
+  __nv_bfloat16* out = static_cast<__nv_bfloat16*>(params.out.data) +
+                       token * params.out.token_stride + q_head * params.out.head_stride;
+#pragma unroll
+  for (int chunk = 0; chunk < 4; ++chunk) {
+    uint32_t words[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(sums[chunk * 8 + 2 * n] * normalise,
+                                                        sums[chunk * 8 + 2 * n + 1] * normalise);
+      words[n] = *reinterpret_cast<const uint32_t*>(&pair);
+    }
+    transpose_quad(words, quad);
+    if (mine) {
+      *reinterpret_cast<uint4*>(out + chunk * 32 + quad * 8) =
+          make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+  if (mine && quad == 0 && params.lse.data != nullptr) {
+    constexpr float kLn2 = 0.69314718055994530942f;
+    params.lse.data[token * params.lse.token_stride + q_head * params.lse.head_stride] =
+        count ? (largest + log2f(total)) * kLn2 : -INFINITY;
+  }
+}
+
+__global__ void __launch_bounds__(kMergeWarps * 32)
+    msa_sparse_prefill_merge_sm90_kernel(const __grid_constant__ FinishParams params) {
+  const PrefillPlan& plan = params.plan;
+  const auto rows = static_cast<int32_t>(plan.tile_tokens << params.log_group);
+  const int32_t parts = (rows + kMergeWarps * 8 - 1) / (kMergeWarps * 8);  // of a tile
+  for_units(
+      static_cast<int32_t>(params.num_kv_heads * plan.tiles) * parts,
+      [&](int64_t unit) {
+        return in_round(params, unit / parts) && plan.tile_blocks[unit / parts] == 0;
+      },
+      [&](int32_t unit) {
+        const int32_t tile = unit / parts;
+        const int32_t row = unit % parts * kMergeWarps * 8 + threadIdx.x / 32 * 8;
+        if (row < rows) {
+          merge_rows(params, tile / plan.tiles, tile % plan.tiles * plan.tile_tokens, row);
+        }
+      });
+}
+
+}  // namespace msa::sparse_prefill::sm90

@@ -1,0 +1,396 @@
+// Step 4, sparse_prefill, query-major: a tile of tokens walks the blocks that its tokens share, in
+// one running softmax, then adds the partial results of its leftovers and writes its result.
+//
+//   for each shared block: s = scale * q . K^T, masked; m' = max(m, max s); p = exp(s - m');
+//     l = l * exp(m - m') + sum p;  o = o * exp(m - m') + p V
+//   for each leftover slot (m_s, l_s, o_s): the same with p V = o_s and sum p = l_s
+//   out = o / l;  lse = m + log(l)
+//
+// Grid      persistent, one CTA an SM; CTA i takes tiles (head, 3 * 64 / G tokens) i, i + gridDim,
+// ...,
+//           leaving out those that are not query-major.
+// Roles     role           warps  registers  does
+//           consumer 0..2  0-11   160        64 rows = 64 / G tokens; skips blocks that none of
+//           them shares K producer     12     32         one box a block V producer     13     32
+//           the same: a warp of its own, or K's wait would hold V up q producer     14     32 the
+//           tile's tokens, a box each idle           15
+// Shared    k  2 stages [half of d][128 tokens][64 d]     65,536   128-byte swizzle
+//           v  2 stages, the same                          65,536
+//           q  2 stages [24 row groups][half of d][8 rows][64 d]  98,304
+// Barriers  name     arrivals                      who arrives            who waits
+//           k_full   1 + bytes of a block          K producer             consumers
+//           k_empty  12 = 3 consumers * 4 warps    each consumer warp     K producer
+//           v_full, v_empty                        the same for V
+//           q_full   1 + bytes of the tokens       q producer             consumers
+//           q_empty  12                            each consumer warp     q producer
+//           named 1  384                           all consumers, where V has unwritten rows
+//           A consumer that skips a block still waits for K and V before it releases them.
+// Timeline  consumer: wait K, V | S = Q K^T | k_empty | softmax, o *= | o += P V | v_empty | next
+// block
+//           the three consumers are out of step: one's softmax runs under another's products
+// Limits    bfloat16, D = 128, G 8 and 16; a tile's tokens belong to one request (the plan sees to
+// it).
+#pragma once
+
+#include "step4_attend/sm90/prefill_kv_block_kernel.cuh"
+#include "step4_attend/sm90/prefill_merge_kernel.cuh"
+
+namespace msa::sparse_prefill::sm90 {
+
+constexpr int kTileConsumerRegisters = 160;
+constexpr int kTileProducerRegisters = 32;
+constexpr int kTileQStages = 2;
+constexpr int kTileQBytes = kTileGroups * kQTileBytes;
+static_assert(kTileGroups == kConsumers, "a group of the plan is a consumer's rows");
+static_assert((kConsumers * kTileConsumerRegisters + kTileProducerRegisters) * 128 <= 65536,
+              "setmaxnreg hands out what the CTA holds at launch");
+
+struct TileSharedStorage {
+  alignas(1024) uint8_t k[kKVStages][kPageBytes];
+  alignas(1024) uint8_t v[kKVStages][kPageBytes];
+  alignas(1024) uint8_t q[kTileQStages][kTileQBytes];
+  uint64_t k_full[kKVStages], k_empty[kKVStages];
+  uint64_t v_full[kKVStages], v_empty[kKVStages];
+  uint64_t q_full[kTileQStages], q_empty[kTileQStages];
+};
+constexpr int kTileSharedBytes = sizeof(TileSharedStorage);
+static_assert(kTileSharedBytes <= 227 * 1024, "shared memory of one CTA");
+
+struct Tile {
+  int32_t blocks;
+  int32_t head, first_token, tokens;
+};
+
+__device__ __forceinline__ Tile load_tile(const FinishParams& params, int32_t index) {
+  const PrefillPlan& plan = params.plan;
+  Tile tile;
+  tile.blocks = plan.tile_blocks[index];
+  tile.head = index / static_cast<int32_t>(plan.tiles);
+  tile.first_token =
+      index % static_cast<int32_t>(plan.tiles) * static_cast<int32_t>(plan.tile_tokens);
+  tile.tokens = min(static_cast<int32_t>(plan.tile_tokens),
+                    static_cast<int32_t>(plan.num_tokens) - tile.first_token);
+  return tile;
+}
+
+// Calls visit(tile index) for the tiles that this CTA attends to in this round.
+template <typename Visit>
+__device__ __forceinline__ void for_query_tiles(const FinishParams& params, const Visit& visit) {
+  for_units(
+      static_cast<int32_t>(params.num_kv_heads * params.plan.tiles),
+      [&](int64_t tile) { return in_round(params, tile) && params.plan.tile_blocks[tile] != 0; },
+      visit);
+}
+
+// Brings the K or the V blocks of every tile; whole warp, its lanes look up 32 pages at a time.
+__device__ __forceinline__ void produce_blocks(const FinishParams& params, const CUtensorMap* map,
+                                               uint8_t (*stages)[kPageBytes], uint64_t* full,
+                                               uint64_t* empty) {
+  const int lane = threadIdx.x % 32;
+  RingPosition<kKVStages> ring;
+  for_query_tiles(params, [&](int32_t index) {
+    const Tile tile = load_tile(params, index);
+    const int32_t request = find_position(params.batch, tile.first_token).request;
+    const TileBlock* list = params.plan.tile_list + index * params.plan.tile_capacity;
+    for (int32_t first = 0; first < tile.blocks; first += 32) {
+      const int32_t count = min(32, tile.blocks - first);
+      const int32_t page =
+          lane < count ? page_of(params.batch, request, list[first + lane].block) : 0;
+      for (int32_t i = 0; i < count; ++i) {
+        const int32_t block_page = __shfl_sync(kAllLanes, page, i);
+        if (lane == 0) {
+          barrier_wait(&empty[ring.stage], ring.phase ^ 1);
+          barrier_arrive_expect(&full[ring.stage], kPageBytes);
+          copy_box(stages[ring.stage], map, &full[ring.stage], 0, 0, 0, tile.head, block_page);
+        }
+        ring.advance();
+      }
+    }
+  });
+}
+
+__device__ __forceinline__ void produce_tile_q(const FinishParams& params, const CUtensorMap* map,
+                                               TileSharedStorage& shared) {
+  const int lane = threadIdx.x % 32, group = 1 << params.log_group;
+  RingPosition<kTileQStages> ring;
+  for_query_tiles(params, [&](int32_t index) {
+    const Tile tile = load_tile(params, index);
+    barrier_wait(&shared.q_empty[ring.stage], ring.phase ^ 1);
+    if (lane == 0) {
+      barrier_arrive_expect(&shared.q_full[ring.stage], tile.tokens * group * kHeadDim * 2);
+    }
+    __syncwarp();
+    if (lane < tile.tokens) {
+      copy_box(shared.q[ring.stage] + lane * group / 8 * 2048, map, &shared.q_full[ring.stage], 0,
+               0, 0, tile.head * group / 8, tile.first_token + lane);
+    }
+    ring.advance();
+  });
+}
+
+// What a consumer thread keeps of its two rows while it walks the blocks of a tile.
+struct RunningRows {
+  float maximum[2];  // log2 units, -inf: nothing yet
+  float sum[2];
+};
+
+// s of one block -> p, the running maximum and sum, and the factors that o shrinks by. valid: keys
+// that each row may see, 0 where its token does not share the block.
+__device__ __forceinline__ void running_softmax(Accumulator& s, const int32_t (&valid)[2],
+                                                float scale_log2, RunningRows& rows,
+                                                uint32_t (&p)[32], float (&factor)[2]) {
+  const int quad = threadIdx.x % 4;
+  if (scale_log2 < 0.0f) {
+#pragma unroll
+    for (float& value : s) value = -value;
+    scale_log2 = -scale_log2;
+  }
+  if (valid[0] < kBlock || valid[1] < kBlock) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      const int column = i / 4 * 8 + quad * 2 + i % 2;
+      if (column >= valid[i / 2 % 2]) s[i] = -INFINITY;
+    }
+  }
+  float largest[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+  for (int i = 0; i < 64; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], s[i]);
+  float reference[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 1));
+    largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 2));
+    const float maximum = fmaxf(rows.maximum[r], largest[r] * scale_log2);
+    reference[r] = maximum == -INFINITY ? 0.0f : maximum;
+    factor[r] = exp2_fast(rows.maximum[r] - reference[r]);
+    rows.maximum[r] = maximum;
+    rows.sum[r] *= factor[r];
+  }
+  float sum[2] = {};
+#pragma unroll
+  for (int i = 0; i < 64; i += 2) {
+    const int r = i / 2 % 2;
+    const float first = exp2_fast(fmaf(s[i], scale_log2, -reference[r]));
+    const float second = exp2_fast(fmaf(s[i + 1], scale_log2, -reference[r]));
+    sum[r] += first + second;
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    p[i / 2] = *reinterpret_cast<const uint32_t*>(&pair);
+  }
+  rows.sum[0] += sum[0];  // each thread's own columns; the quad's are added at the end
+  rows.sum[1] += sum[1];
+}
+
+// Adds the partial results of the rows' leftovers to o.
+__device__ __forceinline__ void add_leftovers(const FinishParams& params, const int64_t (&unit)[2],
+                                              const bool (&in_tile)[2], RunningRows& rows,
+                                              Accumulator& o) {
+  const int quad = threadIdx.x % 4, warp_row = threadIdx.x % 32 / 4;
+  const int group = 1 << params.log_group, chunk_stride = min(group, 8) * 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int32_t count = in_tile[r] ? static_cast<int32_t>(params.plan.leftovers[unit[r]]) : 0;
+    const int64_t first_slot = in_tile[r] ? params.plan.first_slot[unit[r]] : 0;
+    const int row = (warp_row + 8 * r) & (group - 1);
+    for (int32_t i = 0; i < count; ++i) {
+      const int64_t slot = first_slot + i;
+      const __nv_bfloat16* partial = params.partials.out + slot * group * kHeadDim +
+                                     row / 8 * 8 * kHeadDim + (row % 8 * 4 + quad) * 8;
+      uint4 bits[4];
+#pragma unroll
+      for (int chunk = 0; chunk < 4; ++chunk) {
+        bits[chunk] = __ldcs(reinterpret_cast<const uint4*>(partial + chunk * chunk_stride));
+      }
+      const float2 state = params.partials.state[slot * group + row];
+      const float maximum = fmaxf(rows.maximum[r], state.x);
+      const float factor = exp2_fast(rows.maximum[r] - maximum);
+      const float weight = exp2_fast(state.x - maximum);
+      rows.maximum[r] = maximum;
+      rows.sum[r] = rows.sum[r] * factor + weight * state.y;
+#pragma unroll
+      for (int chunk = 0; chunk < 4; ++chunk) {
+        const uint32_t words[4] = {bits[chunk].x, bits[chunk].y, bits[chunk].z, bits[chunk].w};
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const int index = (chunk * 4 + n) * 4 + r * 2;
+          o[index] = o[index] * factor + weight * __uint_as_float(words[n] << 16);
+          o[index + 1] = o[index + 1] * factor + weight * __uint_as_float(words[n] & 0xffff0000u);
+        }
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void store_rows(const FinishParams& params, const Tile& tile,
+                                           const int32_t (&token)[2], const bool (&in_tile)[2],
+                                           const RunningRows& rows, const Accumulator& o) {
+  constexpr float kLn2 = 0.69314718055994530942f;
+  const int quad = threadIdx.x % 4, warp_row = threadIdx.x % 32 / 4;
+  const int group = 1 << params.log_group;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float normalise = rows.sum[r] > 0.0f ? 1.0f / rows.sum[r] : rows.sum[r];
+    const int64_t q_head = (tile.head << params.log_group) + ((warp_row + 8 * r) & (group - 1));
+    __nv_bfloat16* out = static_cast<__nv_bfloat16*>(params.out.data) +
+                         token[r] * params.out.token_stride + q_head * params.out.head_stride;
+#pragma unroll
+    for (int chunk = 0; chunk < 4; ++chunk) {
+      uint32_t words[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int i = (chunk * 4 + n) * 4 + r * 2;
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(o[i] * normalise, o[i + 1] * normalise);
+        words[n] = *reinterpret_cast<const uint32_t*>(&pair);
+      }
+      transpose_quad(words, quad);
+      if (in_tile[r]) {
+        *reinterpret_cast<uint4*>(out + chunk * 32 + quad * 8) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+    if (in_tile[r] && quad == 0 && params.lse.data != nullptr) {
+      params.lse.data[token[r] * params.lse.token_stride + q_head * params.lse.head_stride] =
+          rows.maximum[r] == -INFINITY ? -INFINITY : (rows.maximum[r] + log2f(rows.sum[r])) * kLn2;
+    }
+  }
+}
+
+__device__ __forceinline__ void consume_tiles(const FinishParams& params, TileSharedStorage& shared,
+                                              int consumer) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int group_tokens = kTileRows >> params.log_group;
+  const uint64_t q_base =
+      make_descriptor(shared_address(shared.q[0] + consumer * kQTileBytes), 16, 2048);
+  const uint64_t k_base = make_descriptor(shared_address(shared.k[0]), 16, 1024);
+  const uint64_t v_base = make_descriptor(shared_address(shared.v[0]), kPageBytes / 2, 1024);
+  // The thread's rows belong to these tokens of its group.
+  const int member[2] = {(warp * 16 + lane / 4) >> params.log_group,
+                         (warp * 16 + lane / 4 + 8) >> params.log_group};
+
+  RingPosition<kKVStages> kv;
+  RingPosition<kTileQStages> ring;
+  for_query_tiles(params, [&](int32_t index) {
+    const Tile tile = load_tile(params, index);
+    const TokenPosition first = find_position(params.batch, tile.first_token);
+    const int32_t seq_len = seq_len_of(params.batch, first.request);
+    const TileBlock* list = params.plan.tile_list + index * params.plan.tile_capacity;
+    const int group_shift = consumer * group_tokens;
+    const int32_t pos[2] = {first.pos + group_shift + member[0],
+                            first.pos + group_shift + member[1]};
+
+    Accumulator o;
+#pragma unroll
+    for (float& value : o) value = 0.0f;
+    RunningRows rows{{-INFINITY, -INFINITY}, {0.0f, 0.0f}};
+    barrier_wait(&shared.q_full[ring.stage], ring.phase);
+    TileBlock next = list[0];
+    for (int32_t i = 0; i < tile.blocks; ++i) {
+      const TileBlock current = next;
+      if (i + 1 < tile.blocks) next = list[i + 1];
+      const uint32_t members = current.tokens >> group_shift & ((1u << group_tokens) - 1);
+      barrier_wait(&shared.k_full[kv.stage], kv.phase);
+      barrier_wait(&shared.v_full[kv.stage], kv.phase);
+      const int32_t written = seq_len - current.block * kBlock;
+      if (written < kBlock) zero_unwritten_rows(shared.v[kv.stage], max(written, 0));
+      if (members != 0) {
+        Accumulator s;
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kHeadDim / 16; ++step) {
+          const int half = step / 4, within = step % 4 * 32;
+          multiply_ss(advance(q_base, ring.stage * kTileQBytes + half * 1024 + within),
+                      advance(k_base, kv.stage * kPageBytes + half * (kPageBytes / 2) + within), s,
+                      step > 0);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        hold(s);
+        if (lane == 0) barrier_arrive(&shared.k_empty[kv.stage]);
+
+        int32_t valid[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          valid[r] =
+              members >> member[r] & 1 ? min(kBlock, pos[r] - current.block * kBlock + 1) : 0;
+        }
+        uint32_t p[32];
+        float factor[2];
+        running_softmax(s, valid, params.scale_log2, rows, p, factor);
+#pragma unroll
+        for (int j = 0; j < 64; ++j) o[j] *= factor[j / 2 % 2];
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kBlock / 16; ++step) {
+          const uint32_t a[4] = {p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]};
+          multiply_rs(a, advance(v_base, kv.stage * kPageBytes + step * 2048), o, true);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        hold(o);
+        if (lane == 0) barrier_arrive(&shared.v_empty[kv.stage]);
+      } else if (lane == 0) {
+        barrier_arrive(&shared.k_empty[kv.stage]);
+        barrier_arrive(&shared.v_empty[kv.stage]);
+      }
+      kv.advance();
+    }
+    if (lane == 0) barrier_arrive(&shared.q_empty[ring.stage]);
+    ring.advance();
+
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      rows.sum[r] += __shfl_xor_sync(kAllLanes, rows.sum[r], 1);
+      rows.sum[r] += __shfl_xor_sync(kAllLanes, rows.sum[r], 2);
+    }
+    int64_t unit[2];
+    int32_t token[2];
+    bool in_tile[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      token[r] = tile.first_token + group_shift + member[r];
+      in_tile[r] = group_shift + member[r] < tile.tokens;
+      unit[r] = tile.head * params.plan.num_tokens + token[r];
+    }
+    add_leftovers(params, unit, in_tile, rows, o);
+    store_rows(params, tile, token, in_tile, rows, o);
+  });
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    msa_sparse_prefill_query_block_sm90_kernel(const __grid_constant__ FinishParams params,
+                                               const __grid_constant__ CUtensorMap q_map,
+                                               const __grid_constant__ CUtensorMap k_map,
+                                               const __grid_constant__ CUtensorMap v_map) {
+  extern __shared__ __align__(1024) uint8_t shared_memory[];
+  TileSharedStorage& shared = *reinterpret_cast<TileSharedStorage*>(shared_memory);
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kKVStages; ++stage) {
+      barrier_init(&shared.k_full[stage], 1);
+      barrier_init(&shared.v_full[stage], 1);
+      barrier_init(&shared.k_empty[stage], kKVEmptyArrivals);
+      barrier_init(&shared.v_empty[stage], kKVEmptyArrivals);
+    }
+    for (int stage = 0; stage < kTileQStages; ++stage) {
+      barrier_init(&shared.q_full[stage], 1);
+      barrier_init(&shared.q_empty[stage], kConsumers * 4);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+
+  const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0);
+  if (warp >= kConsumers * 4) {
+    lower_registers<kTileProducerRegisters>();
+    if (warp == kConsumers * 4) {
+      produce_blocks(params, &k_map, shared.k, shared.k_full, shared.k_empty);
+    } else if (warp == kConsumers * 4 + 1) {
+      produce_blocks(params, &v_map, shared.v, shared.v_full, shared.v_empty);
+    } else if (warp == kConsumers * 4 + 2) {
+      produce_tile_q(params, &q_map, shared);
+    }
+  } else {
+    raise_registers<kTileConsumerRegisters>();
+    consume_tiles(params, shared, warp / 4);
+  }
+}
+
+}  // namespace msa::sparse_prefill::sm90

@@ -1,0 +1,93 @@
+"""What the compiler made of the CUDA kernels, read from the library without a GPU."""
+
+import re
+import subprocess
+import sysconfig
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from msa_kernels._load import CUDA_LIBRARY
+
+PORTABLE = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
+HOPPER = ("sm_90a",)
+# Kernel symbol -> architectures that it is compiled for, SASS instructions that it exists for.
+HOT_KERNELS = {
+    "msa_kv_block_schedule_count_sm80_kernel": (PORTABLE, {"MATCH"}),
+    "msa_kv_block_schedule_fill_sm80_kernel": (PORTABLE, set()),
+    "msa_kv_block_schedule_scan_sm80_kernel": (PORTABLE, {"SHFL"}),
+    "msa_kv_block_schedule_scatter_sm80_kernel": (PORTABLE, {"MATCH"}),
+    "msa_merge_lse_sm80_kernel": (PORTABLE, {"LDGSTS.E"}),
+    "msa_sparse_prefill_kv_block_sm90_kernel": (HOPPER, {"HGMMA", "UTMALDG", "USETMAXREG"}),
+    "msa_sparse_prefill_merge_sm90_kernel": (HOPPER, {"LDG.E.EF.128"}),
+    "msa_sparse_prefill_query_block_sm90_kernel": (HOPPER, {"HGMMA", "UTMALDG", "USETMAXREG"}),
+    "msa_split_selection_sm80_kernel": (HOPPER, {"ATOMS"}),
+    "msa_split_selection_scatter_sm80_kernel": (HOPPER, {"MATCH"}),
+}
+
+
+def cuobjdump() -> str:
+    site = Path(sysconfig.get_path("purelib"))
+    found = sorted(site.glob("nvidia/*/bin/cuobjdump"))
+    if not found:
+        pytest.skip("cuobjdump is not installed (PyPI: nvidia-cuda-cuobjdump)")
+    return str(found[0])
+
+
+@lru_cache
+def dump(option: str) -> str:
+    if not CUDA_LIBRARY.is_file():
+        pytest.skip("libmsa_cuda.so is not built (MSA_BUILD_CUDA=1 make build)")
+    run = subprocess.run(
+        [cuobjdump(), option, str(CUDA_LIBRARY)], capture_output=True, text=True, check=True
+    )
+    return run.stdout
+
+
+def resource_usage() -> list[tuple[str, str, dict[str, int]]]:
+    """(architecture, kernel symbol, resources) of every compiled kernel."""
+    rows, arch, function = [], "", ""
+    for line in dump("--dump-resource-usage").splitlines():
+        if match := re.match(r"arch = (\S+)", line):
+            arch = match[1]
+        elif match := re.match(r"\s*Function (\S+):", line):
+            function = match[1]
+        elif "REG:" in line:
+            usage = {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", line)}
+            rows.append((arch, function, usage))
+    return rows
+
+
+@pytest.mark.parametrize("kernel", HOT_KERNELS)
+def test_compiled_for_every_architecture(kernel):
+    archs = {arch for arch, function, _ in resource_usage() if kernel in function}
+    assert archs == set(HOT_KERNELS[kernel][0])
+
+
+@pytest.mark.parametrize("kernel", HOT_KERNELS)
+def test_no_local_memory(kernel):
+    rows = [row for row in resource_usage() if kernel in row[1]]
+    assert rows
+    spilling = [row for row in rows if row[2]["STACK"] or row[2]["LOCAL"]]
+    assert spilling == []
+
+
+@pytest.mark.parametrize("kernel", HOT_KERNELS)
+def test_the_instructions_it_exists_for(kernel):
+    bodies = re.split(r"\n\s*Function : ", dump("--dump-sass"))
+    bodies = [body for body in bodies[1:] if kernel in body.splitlines()[0]]
+    archs, instructions = HOT_KERNELS[kernel]
+    assert len(bodies) >= len(archs)
+    for body in bodies:
+        missing = {name for name in instructions if name not in body}
+        assert not missing, f"{body.splitlines()[0]} has no {missing}"
+        assert not re.search(r"\b(LDL|STL)\b", body), f"{body.splitlines()[0]} uses local memory"
+
+
+def test_every_kernel_is_listed():
+    """A new kernel is hot unless someone decides otherwise, here."""
+    named = {
+        re.search(r"msa_\w+?_sm\d+_kernel", function)[0] for _, function, _ in resource_usage()
+    }
+    assert named == set(HOT_KERNELS)

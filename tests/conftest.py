@@ -1,0 +1,55 @@
+"""Devices, markers, and why something was skipped."""
+
+import pytest
+import torch
+
+# The tests are many small tensors: threads would mostly wait for each other, and on a busy machine
+# they wait long. tests/test_threads.py runs the operators with several.
+torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: runs on a CUDA GPU; skipped without one")
+    config.addinivalue_line("markers", "slow: takes more than ten seconds")
+
+
+def no_gpu_reason() -> str | None:
+    """Why no GPU test can run here, or None."""
+    if not torch.cuda.is_available():
+        build = f"torch {torch.__version__}"
+        return f"no CUDA device ({build}, {torch.cuda.device_count()} devices)"
+    return None
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Every operator test runs on the CPU, and on a GPU where there is one."""
+    if request.param == "cuda" and (reason := no_gpu_reason()):
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.fixture
+def require(device: str):
+    """require(op, dtype, cache_dtype): skips, with the library's reason, what has no GPU kernel.
+
+    The CPU has a kernel for everything: there, nothing is skipped.
+    """
+    import msa_kernels
+
+    def check(op: str, dtype: torch.dtype = torch.bfloat16, cache_dtype=None) -> None:
+        if device == "cpu":
+            return
+        supported, reason = msa_kernels.is_supported(op, device, dtype, cache_dtype)
+        if not supported:
+            pytest.skip(reason)
+
+    return check
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    """Gives all GPU tests that are skipped for one reason one place: one line of the summary."""
+    report = (yield).get_result()
+    if report.skipped and "gpu" in item.keywords and isinstance(report.longrepr, tuple):
+        report.longrepr = (__file__, 1, report.longrepr[2])

@@ -1,0 +1,126 @@
+"""Host-side C++ that no operator shows: messages, checks of absent devices, planning."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+internals = pytest.importorskip(
+    "tests._internals",
+    reason="tests/_internals is not built (MSA_BUILD_TEST_INTERNALS=1 make build)",
+)
+
+
+def tensor(name="q", dtype="bfloat16", sizes=(4, 16, 128), strides=None, **options):
+    if strides is None:
+        strides, step = [], 1
+        for size in reversed(sizes):
+            strides.insert(0, step)
+            step *= size
+    size = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int64": 8}[dtype]
+    return internals.TensorInfo(name, dtype, size, list(sizes), list(strides), **options)
+
+
+def message(call, *arguments) -> str:
+    with pytest.raises(ValueError) as error:
+        call(*arguments)
+    return str(error.value)
+
+
+check = internals.Checker("sparse_prefill")
+
+
+def test_describe():
+    assert tensor().describe() == "bfloat16 [4, 16, 128] on cpu"
+    assert tensor(device_index=1).describe() == "bfloat16 [4, 16, 128] on cuda:1"
+    assert tensor(dtype="float16", sizes=()).describe() == "float16 [] on cpu"
+
+
+def test_messages_name_operator_argument_expected_got():
+    assert message(check.shape, tensor(), "[T, Hq, D]", [-1, 8, 128]) == (
+        "msa.sparse_prefill: q must be [T, Hq, D] = [*, 8, 128], got [4, 16, 128]"
+    )
+    assert message(check.same_device, tensor("ids", device_index=1), tensor(device_index=0)) == (
+        "msa.sparse_prefill: ids must be on cuda:0, the device of q, got cuda:1"
+    )
+    assert message(check.same_device, tensor("ids"), tensor(device_index=0)) == (
+        "msa.sparse_prefill: ids must be on cuda:0, the device of q, got cpu"
+    )
+    assert message(check.in_range, "topk", 33, 1, 32) == (
+        "msa.sparse_prefill: topk must be from 1 to 32, got 33"
+    )
+
+
+def test_alignment_is_judged_in_bytes():
+    check.aligned_rows(tensor(strides=(2048 + 8, 128, 1)))  # 8 bfloat16 are 16 bytes
+    text = message(check.aligned_rows, tensor(strides=(2048 + 4, 128, 1)))
+    assert text == (
+        "msa.sparse_prefill: stride 0 of q must be a multiple of 16 bytes, "
+        "got 2052 elements of 2 bytes"
+    )
+    check.aligned_rows(tensor(dtype="float32", strides=(2048 + 4, 128, 1)))
+    assert "stride 1" in message(check.aligned_rows, tensor(strides=(2048, 132, 1)))
+    assert "last dimension of q" in message(check.aligned_rows, tensor(strides=(1, 4, 64)))
+    assert "8 bytes past" in message(check.aligned_rows, tensor(address=8))
+
+
+def test_strides_of_single_elements_do_not_matter():
+    check.aligned_rows(tensor(sizes=(1, 1, 128), strides=(3, 5, 1)))
+    check.no_overlap(tensor(sizes=(1, 1, 128), strides=(0, 0, 1)))
+    check.aligned_rows(tensor(sizes=(0, 16, 128), strides=(7, 7, 7), address=4))
+
+
+def test_overlap():
+    assert "stride 0 in dimension 1" in message(check.no_overlap, tensor(strides=(128, 0, 1)))
+
+
+def test_checks_do_not_need_the_device():
+    outs = tensor("outs", sizes=(2, 3, 4, 128), device_index=7)
+    internals.check_merge_lse(outs, tensor("lses", "float32", (2, 3, 4), device_index=7))
+    text = message(
+        internals.check_merge_lse, outs, tensor("lses", "float32", (2, 3, 4), device_index=6)
+    )
+    assert "lses must be on cuda:7" in text
+    huge = tensor("outs", sizes=(1, 2**27, 16, 128), device_index=7)
+    lses = tensor("lses", "float32", (1, 2**27, 16), device_index=7)
+    assert "T * H of outs must be from 0 to 2147483647, got 2147483648" in message(
+        internals.check_merge_lse, huge, lses
+    )
+
+
+def test_not_built_says_what_is_and_the_way_out():
+    with pytest.raises(RuntimeError) as error:
+        internals.throw_not_built("sparse_prefill", "float16", "float8_e4m3fn")
+    text = str(error.value)
+    assert text.startswith(
+        "msa.sparse_prefill: no CPU kernel is built for other with a float8_e4m3fn cache"
+    )
+    assert "float32, bfloat16, float32 with a float8_e4m3fn cache" in text
+    assert "python -m msa_kernels.info" in text
+    assert internals.built_configs_text("no_such_op") == "nothing"
+
+
+def test_configurations_are_listed_once():
+    rows = internals.built_configs()
+    assert len(rows) == len(set(rows)) > 10
+
+
+@given(st.integers(0, 5000), st.integers(1, 300))
+def test_items_cover_a_row_evenly(num_pairs, limit):
+    items = internals.row_items(num_pairs, limit)
+    if num_pairs == 0:
+        assert items == 0
+        return
+    begins = [internals.item_begin(num_pairs, items, i) for i in range(items + 1)]
+    lengths = [b - a for a, b in pairwise(begins)]
+    assert begins[0] == 0 and begins[-1] == num_pairs
+    assert max(lengths) <= limit and min(lengths) >= 1
+    assert max(lengths) - min(lengths) <= 1
+    assert items == -(-num_pairs // limit)  # no more items than the limit asks for
+
+
+@given(st.lists(st.integers(0, 400), max_size=60), st.integers(1, 100))
+def test_work_items_of_any_selection_fit(row_pairs, limit):
+    items = sum(internals.row_items(n, limit) for n in row_pairs)
+    assert items <= internals.max_work_items(len(row_pairs), sum(row_pairs), limit)

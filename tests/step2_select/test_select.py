@@ -1,0 +1,176 @@
+"""select_blocks against the reference, and against its two steps one after the other."""
+
+import pytest
+import torch
+
+import msa_kernels
+from msa_kernels import reference
+from tests.inputs import BATCHES, BLOCK, FP8, dtype_name, guarded, make_case, same_bits
+from tests.tolerance import assert_ids, assert_selection
+
+INDEX_DTYPES = [torch.float32, torch.bfloat16, FP8]
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("dtype", INDEX_DTYPES, ids=dtype_name)
+def test_matches_reference(device, require, dtype, batch, strided):
+    require("select_blocks", dtype, dtype)
+    case = make_case(batch, index_dtype=dtype, strided=strided, device=device)
+    assert_selection(msa_kernels.select_blocks(*case.index_args), case)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 4, 8])
+@pytest.mark.parametrize("dtype", INDEX_DTYPES, ids=dtype_name)
+def test_whole_numbers_are_exact(device, require, dtype, heads):
+    """Exact scores with many ties: not one id may differ."""
+    require("select_blocks", dtype, dtype)
+    for batch, poison in (("long", "nan"), ("decode_edges", "inf")):
+        case = make_case(
+            batch,
+            hq=heads,
+            hkv=heads,
+            index_dtype=dtype,
+            values="integer",
+            poison=poison,
+            device=device,
+        )
+        expected = reference.select_blocks(*case.index_args)
+        assert_ids(msa_kernels.select_blocks(*case.index_args), expected)
+
+
+@pytest.mark.parametrize("topk", [1, 8, 16, 17, 32])
+@pytest.mark.parametrize("init,local", [(0, 1), (0, 0), (1, 0)])
+def test_rules(device, require, topk, init, local):
+    require("select_blocks", torch.bfloat16, torch.bfloat16)
+    rule = dict(init_blocks=init, local_blocks=local)
+    for batch in ("long", "verify"):
+        case = make_case(batch, topk=topk, dtype=torch.bfloat16, values="integer", device=device)
+        expected = reference.select_blocks(*case.index_args, topk, **rule)
+        assert_ids(msa_kernels.select_blocks(*case.index_args, topk, **rule), expected)
+
+
+def test_more_forced_blocks_than_visible(device, require):
+    require("select_blocks", torch.float32, torch.float32)
+    case = make_case("verify", values="integer", device=device)
+    for init, local in ((4, 12), (16, 0), (0, 16), (2, 2)):
+        rule = dict(init_blocks=init, local_blocks=local)
+        expected = reference.select_blocks(*case.index_args, **rule)
+        assert_ids(msa_kernels.select_blocks(*case.index_args, **rule), expected)
+
+
+@pytest.mark.parametrize("dtype", INDEX_DTYPES, ids=dtype_name)
+def test_is_score_then_topk(device, require, dtype):
+    """Bit for bit the ids of the two steps, since both promise the same scores."""
+    for op in ("select_blocks", "index_score"):
+        require(op, dtype, dtype)
+    require("topk_blocks", torch.float32)
+    for batch in ("long", "mixed", "chunks"):
+        case = make_case(batch, index_dtype=dtype, seed=7, device=device)
+        visible = msa_kernels.visible_blocks(
+            case.cu_seqlens_q, case.seq_lens, case.num_tokens, case.block_table.size(1)
+        )
+        assert torch.equal(visible, case.visible)
+        two_steps = msa_kernels.topk_blocks(msa_kernels.index_score(*case.index_args), visible)
+        assert same_bits(msa_kernels.select_blocks(*case.index_args), two_steps)
+
+
+def test_own_block_is_last_and_count_is_right(device, require):
+    require("select_blocks", torch.float32, torch.float32)
+    lengths = [(1, blocks * BLOCK - 3) for blocks in range(1, 18)]
+    case = make_case(lengths, device=device)
+    ids = msa_kernels.select_blocks(*case.index_args).cpu()
+    for token in range(len(lengths)):
+        seen = token + 1
+        row = ids[0, token].tolist()
+        assert row.count(-1) == 16 - min(16, seen)
+        assert row[min(16, seen) - 1] == seen - 1
+    assert bool((ids[:, len(lengths) :] == -1).all())
+
+
+def test_selection_depends_on_the_index_keys(device, require):
+    """Past 16 blocks, other index keys select other blocks: a wrong index cache cannot hide."""
+    require("select_blocks", torch.float32, torch.float32)
+    case = make_case("long", device=device)
+    other = make_case("long", device=device, seed=1)
+    ids = msa_kernels.select_blocks(*case.index_args)
+    swapped = msa_kernels.select_blocks(case.index_q, other.index_k_cache, *other.batch)
+    assert bool((ids[:, : case.num_real] != swapped[:, : case.num_real]).any(dim=-1).all())
+    assert bool((ids[0, : case.num_real] != ids[1, : case.num_real]).any(dim=-1).all())
+
+
+def test_narrow_table_bad_pages_and_wrong_hints(device, require):
+    require("select_blocks", torch.float32, torch.float32)
+    for width in (0, 1, 20):
+        case = make_case("long", values="integer", max_pages=width, device=device)
+        if width == 20:
+            case.block_table[0, 3] = -1
+            case.block_table[1, 19] = case.index_k_cache.size(0)  # its last visible block
+        expected = reference.select_blocks(*case.index_args)
+        assert_ids(msa_kernels.select_blocks(*case.index_args), expected)
+        for hints in ((1, 1), (10**6, 10**9)):
+            ids = msa_kernels.select_blocks(
+                *case.index_args, max_seqlen_q=hints[0], max_seqlen_k=hints[1]
+            )
+            assert_ids(ids, expected)
+
+
+def test_out_is_written_inside_its_view_only(device, require):
+    require("select_blocks", torch.float32, torch.float32)
+    case = make_case("mixed", strided=True, device=device)
+    plain = msa_kernels.select_blocks(*case.index_args)
+    out, untouched = guarded(plain.shape, torch.int32, device)
+    assert msa_kernels.select_blocks(*case.index_args, out=out) is out
+    untouched()
+    assert same_bits(out, plain)
+
+
+def test_nan_queries_and_keys(device, require):
+    """Rows whose scores are all NaN, or partly, still give distinct ids in order."""
+    require("select_blocks", torch.float32, torch.float32)
+    case = make_case("long", values="integer", device=device)
+    case.index_q[0] = float("nan")
+    case.index_q[5, 1] = float("nan")
+    case.index_k_cache[case.block_table[2, :20].long(), 5] = float("nan")
+    case.index_k_cache[case.block_table[3, 0].long(), 5] = float("inf")
+    expected = reference.select_blocks(*case.index_args)
+    assert_ids(msa_kernels.select_blocks(*case.index_args), expected)
+    assert expected[0, 0].tolist() == [*range(15), 40]
+
+
+def test_bits_do_not_depend_on_the_batch(device, require):
+    require("select_blocks", torch.bfloat16, torch.bfloat16)
+    case = make_case("long", dtype=torch.bfloat16, device=device)
+    ids = msa_kernels.select_blocks(*case.index_args)
+    starts = case.cu_seqlens_q.tolist()
+    for request, (q_len, _) in enumerate(case.lengths):
+        rows = slice(starts[request], starts[request] + q_len)
+        alone = msa_kernels.select_blocks(
+            case.index_q[rows],
+            case.index_k_cache,
+            case.block_table[request : request + 1],
+            torch.tensor([0, q_len], dtype=torch.int32, device=device),
+            case.seq_lens[request : request + 1],
+        )
+        assert same_bits(alone, ids[:, rows])
+    for head in range(2):  # a tensor-parallel rank has one of the heads
+        one = msa_kernels.select_blocks(case.index_q[:, head : head + 1], *case.index_args[1:])
+        assert same_bits(one[0], ids[head])
+    for _ in range(19):
+        assert same_bits(msa_kernels.select_blocks(*case.index_args), ids)
+
+
+@pytest.mark.slow
+def test_a_very_long_context(device, require):
+    require("select_blocks", torch.bfloat16, torch.bfloat16)
+    case = make_case(
+        [(2, 131073), (1, 300), (3, 8192)],
+        hq=1,
+        hkv=1,
+        dtype=torch.bfloat16,
+        values="integer",
+        max_pages=8193,
+        device=device,
+    )
+    expected = reference.select_blocks(*case.index_args)
+    assert_ids(msa_kernels.select_blocks(*case.index_args), expected)

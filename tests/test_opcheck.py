@@ -1,0 +1,215 @@
+"""Every operator and overload under torch.library.opcheck and under torch.compile.
+
+On ordinary and on strided inputs: a fake that hands on its input's strides, or an output that
+aliases an input, is only seen on the latter.
+"""
+
+import pytest
+import torch
+
+import msa_kernels
+from tests.inputs import FP8, D, copied_caches, guarded, make_case, same_bits
+
+ops = torch.ops.msa
+
+
+def step(strided, **options):
+    return make_case(
+        [(3, 300), (1, 2180), (0, 5)], dtype=torch.bfloat16, strided=strided, **options
+    )
+
+
+def output(shape, dtype, strided, rows=False):
+    if strided:
+        return guarded(shape, dtype, rows=rows)[0]
+    return torch.zeros(shape, dtype=dtype)
+
+
+def calls(strided):
+    """(name, overload, args, kwargs) of every operator and overload."""
+    case = step(strided)
+    fp8 = step(strided, cache_dtype=FP8)
+    heads, tokens, width = 2, case.num_tokens, case.block_table.size(1)
+    scores = msa_kernels.index_score(*case.index_args)
+    if strided:
+        scores = scores.transpose(0, 1).contiguous().transpose(0, 1)
+    out = output(case.q.shape, torch.bfloat16, strided, rows=True)
+    lse = output(case.q.shape[:2], torch.float32, strided)
+    ids = output((heads, tokens, 16), torch.int32, strided)
+    paged = (case.q, case.k_cache, case.v_cache, case.block_table, case.seq_lens)
+    by_row = (*paged[:3], case.block_table[1:2].expand(tokens, -1), case.visible * 100)
+    cu = {"cu_seqlens_q": case.cu_seqlens_q}
+    outs = output((3, tokens, 4, D), torch.float32, strided, rows=True).normal_()
+    lses = output((3, tokens, 4), torch.float32, strided).normal_()
+    merged = output((tokens, 4, D), torch.float32, strided, rows=True)
+    merged_lse = output((tokens, 4), torch.float32, strided)
+    remap = (case.ids, case.cu_seqlens_q, case.seq_lens, width)
+    yield "index_score", ops.index_score.default, case.index_args, {}
+    scores_out = {"scores": output((heads, tokens, width), torch.float32, strided)}
+    yield "index_score.out", ops.index_score.out, case.index_args, scores_out
+    yield "topk_blocks", ops.topk_blocks.default, (scores, case.visible, 16), {}
+    yield "topk_blocks.out", ops.topk_blocks.out, (scores, case.visible, 16), {"ids": ids}
+    yield "select_blocks", ops.select_blocks.default, (*case.index_args, 16), {}
+    yield "select_blocks.out", ops.select_blocks.out, (*case.index_args, 16), {"ids": ids}
+    yield "kv_block_schedule", ops.kv_block_schedule.default, remap, {}
+    yield "kv_block_schedule, 3 an item", ops.kv_block_schedule.default, (*remap, 3), {}
+    yield (
+        "decode_view",
+        ops.decode_view.default,
+        (case.ids, *case.batch, case.k_cache.size(0), 2, 1),
+        {},
+    )
+    for name in ("sparse_prefill", "sparse_decode"):
+        op = getattr(ops, name)
+        yield name, op.default, case.attend_args, {}
+        yield f"{name} with LSE", op.default, case.attend_args, {"return_lse": True}
+        yield f"{name}, FP8", op.default, fp8.attend_args, fp8.scales
+        yield f"{name}.out", op.out, case.attend_args, {"out": out, "lse": lse}
+        yield f"{name}.out, no LSE", op.out, case.attend_args, {"out": out}
+    yield "paged_decode", ops.paged_decode.default, paged, {**cu, "return_lse": True}
+    yield "paged_decode by row", ops.paged_decode.default, by_row, {}
+    yield "paged_decode.out", ops.paged_decode.out, paged, {**cu, "out": out, "lse": lse}
+    yield "merge_lse", ops.merge_lse.default, (outs, lses), {}
+    yield "merge_lse.out", ops.merge_lse.out, (outs, lses), {"out": merged, "lse": merged_lse}
+    yield "merge_lse.parts", ops.merge_lse.parts, (list(outs), list(lses)), {}
+    for name, x in (("write_cache", case), ("write_cache, FP8", fp8)):
+        new = copied_caches(x, "zero")
+        args = (x.k, x.v, x.index_k, x.slot_mapping, new.k_cache, new.v_cache, new.index_k_cache)
+        yield name, ops.write_cache.default, args, x.scales
+
+
+OPCHECK_TESTS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
+NAMES = [name for name, *_ in calls(False)]
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name, strided):
+    (call,) = (rest for this, *rest in calls(strided) if this == name)
+    overload, args, kwargs = call
+    # The schema test compares with allclose, which PyTorch has not for FP8 on a CPU.
+    fp8 = any(isinstance(x, torch.Tensor) and x.dtype == FP8 for x in args)
+    tests = [t for t in OPCHECK_TESTS if not (fp8 and t == "test_schema")]
+    torch.library.opcheck(overload, args, kwargs, test_utils=tests)
+
+
+def test_every_overload_is_checked():
+    checked = {str(overload) for _, overload, *_ in calls(False)}
+    there = {
+        f"{name.replace('::', '.')}"
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("msa::") and not name.endswith("build_info")
+    }
+    there = {name if name.count(".") == 2 else f"{name}.default" for name in there}
+    assert there == checked
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("name", NAMES)
+def test_fake_says_what_the_kernel_returns(name, strided):
+    """Shape, dtype and strides of every result, on meta tensors and for real."""
+    (call,) = (rest for this, *rest in calls(strided) if this == name)
+    overload, args, kwargs = call
+
+    def flat(result):
+        return result if isinstance(result, (tuple, list)) else (result,)
+
+    def meta(x):
+        if isinstance(x, list):
+            return [meta(y) for y in x]
+        return x.to("meta") if isinstance(x, torch.Tensor) else x
+
+    real = flat(overload(*args, **kwargs))
+    fake = flat(overload(*map(meta, args), **{k: meta(v) for k, v in kwargs.items()}))
+    for got, want in zip(fake, real, strict=True):
+        if want is None:
+            continue
+        assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())
+
+
+def compiled(function):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("name", NAMES)
+def test_compile_each_operator(name, strided):
+    (call,) = (rest for this, *rest in calls(strided) if this == name)
+    overload, args, kwargs = call
+    if "out" in kwargs:  # torch.compile takes no strided tensor for an argument of this name
+        kwargs["out"] = kwargs["out"].contiguous()
+    want = overload(*args, **kwargs)
+    written = {k: v.clone() for k, v in kwargs.items() if k in ("out", "lse", "ids", "scores")}
+
+    def run(args, kwargs):
+        return overload(*args, **kwargs)
+
+    for value in written:
+        kwargs[value].zero_()
+    got = compiled(run)(args, kwargs)
+    for key, value in written.items():
+        assert same_bits(kwargs[key], value)
+    if want is not None:
+        many = isinstance(want, (tuple, list))
+        for a, b in zip(got if many else (got,), want if many else (want,), strict=True):
+            assert same_bits(a, b) and a.stride() == b.stride()
+
+
+def msa_step(case, caches, out=None):
+    return msa_kernels.msa_attention(
+        case.q,
+        case.k,
+        case.v,
+        case.index_q,
+        case.index_k,
+        msa_kernels.PagedCache(
+            caches.k_cache, caches.v_cache, caches.index_k_cache, case.k_scale, case.v_scale
+        ),
+        msa_kernels.Batch(case.block_table, case.cu_seqlens_q, case.seq_lens, case.slot_mapping),
+        out=out,
+    )
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
+def test_compile_msa_attention(cache_dtype):
+    """One graph for batches of every size, caches written inside it."""
+    run = compiled(msa_step)
+    for lengths in ([(3, 300), (1, 2180)], [(40, 2100), (7, 7), (2, 129)], [(5, 800)]):
+        case = make_case(lengths, dtype=torch.bfloat16, cache_dtype=cache_dtype, strided=True)
+        got_caches, want_caches = copied_caches(case), copied_caches(case)
+        for caches in (got_caches, want_caches):  # the step must write its tokens itself
+            wiped = caches.k_cache.view(torch.uint8) if cache_dtype == FP8 else caches.k_cache
+            last = case.slot_mapping[case.num_real - 1]
+            wiped[last // 128, :, last % 128] = 0
+        want = msa_step(case, want_caches)
+        assert same_bits(run(case, got_caches), want)
+        for a, b in zip(got_caches.pools, want_caches.pools, strict=True):
+            assert same_bits(a, b)
+
+
+def test_compile_dense_attention():
+    def run(case):
+        cache = msa_kernels.PagedCache(case.k_cache, case.v_cache)
+        batch = msa_kernels.Batch(
+            case.block_table, case.cu_seqlens_q, case.seq_lens, case.slot_mapping
+        )
+        return msa_kernels.dense_attention(case.q, case.k, case.v, cache, batch)
+
+    graph = compiled(run)
+    for lengths in ([(3, 300), (1, 2180)], [(40, 500), (2, 129)]):
+        case = make_case(lengths, dtype=torch.bfloat16)
+        assert same_bits(graph(case), run(case))
+
+
+def test_compile_visible_blocks():
+    run = compiled(msa_kernels.visible_blocks)
+    for lengths in ([(3, 300), (1, 2180)], [(0, 0), (7, 7), (2, 129)]):
+        case = make_case(lengths)
+        args = (case.cu_seqlens_q, case.seq_lens, case.num_tokens)
+        assert same_bits(run(*args), case.visible)
