@@ -33,14 +33,17 @@ def device(request: pytest.FixtureRequest) -> str:
 def require(device: str):
     """require(op, dtype, cache_dtype): skips, with the library's reason, what has no GPU kernel.
 
-    The CPU has a kernel for everything: there, nothing is skipped.
+    The CPU has a kernel for everything: there, nothing is skipped. Without dtypes: those of a
+    `make_case` that is not told any, bfloat16 on a GPU.
     """
     import msa_kernels
 
-    def check(op: str, dtype: torch.dtype = torch.bfloat16, cache_dtype=None) -> None:
+    def check(op: str, dtype: torch.dtype | None = None, cache_dtype=None) -> None:
         if device == "cpu":
             return
-        supported, reason = msa_kernels.is_supported(op, device, dtype, cache_dtype)
+        supported, reason = msa_kernels.is_supported(
+            op, device, dtype or torch.bfloat16, cache_dtype
+        )
         if not supported:
             pytest.skip(reason)
 

@@ -148,7 +148,7 @@ def make_case(
     hq: int = 8,
     hkv: int = 2,
     topk: int = 16,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     cache_dtype: torch.dtype | None = None,
     index_dtype: torch.dtype | None = None,
     layout: str = "hnd",
@@ -166,6 +166,8 @@ def make_case(
 ) -> Case:
     """A deterministic step.
 
+    dtype: of q and the new tokens; float32 on a CPU, where a result is exact but for rounding, and
+        bfloat16 on a GPU unless told.
     cache_dtype: of K and V; float8_e4m3fn gives scales, one a KV head.
     index_dtype: of index_q and the index cache; float8_e4m3fn quantises both.
     poison: "nan", "inf" or "zero", what lies where no token was written.
@@ -178,6 +180,7 @@ def make_case(
     pages: pages of the caches; more than needed makes a larger pool.
     """
     lengths = BATCHES[lengths] if isinstance(lengths, str) else lengths
+    dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     cache_dtype = cache_dtype or dtype
     index_dtype = index_dtype or dtype
     rng = torch.Generator().manual_seed(seed)

@@ -6,7 +6,13 @@ import torch
 import msa_kernels
 from msa_kernels import reference
 from tests.inputs import BATCHES, DTYPES, FP8, copied_caches, dtype_name, make_case, same_bits
-from tests.tolerance import assert_attention, assert_close, attention_floor, attention_in_dtype
+from tests.tolerance import (
+    assert_attention,
+    assert_close,
+    attention_floor,
+    attention_in_dtype,
+    near,
+)
 
 
 def paged_cache(case):
@@ -57,7 +63,7 @@ def test_msa_attention(device, require, batch, dtypes):
 
 def test_options_reach_the_operators(device, require):
     for op in ("write_cache", "sparse_prefill", "select_blocks"):
-        require(op, torch.float32, torch.float32)
+        require(op)
     case = make_case("long", device=device)
     rule = dict(init_blocks=1, local_blocks=2)
     ids = reference.select_blocks(*case.index_args, 7, **rule)
@@ -69,7 +75,7 @@ def test_options_reach_the_operators(device, require):
 def test_index_cache_matters(device, require):
     """Past 16 blocks another index cache gives another output."""
     for op in ("write_cache", "sparse_prefill", "select_blocks"):
-        require(op, torch.float32, torch.float32)
+        require(op)
     case = make_case("long", device=device)
     out = attend(case)[: case.num_real]
     other = make_case("long", seed=1, device=device)
@@ -83,10 +89,10 @@ def test_index_cache_matters(device, require):
 def test_few_blocks_are_dense_attention(device, require):
     """Up to 16 blocks every block is selected: both layers are one."""
     for op in ("write_cache", "sparse_prefill", "select_blocks", "paged_decode"):
-        require(op, torch.float32, torch.float32)
+        require(op)
     case = make_case([(20, 2048), (1, 1500), (130, 130)], device=device)
     dense = msa_kernels.dense_attention(case.q, case.k, case.v, paged_cache(case), batch_of(case))
-    torch.testing.assert_close(attend(case), dense, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(attend(case), dense, **near(dense.dtype))
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=dtype_name)
@@ -120,7 +126,7 @@ def test_dense_attention(device, require, batch, dtypes):
 def test_growing_requests(device, require, layout):
     """A prompt in chunks, then single tokens, edited in place: as one prefill of everything."""
     for op in ("write_cache", "sparse_prefill", "sparse_decode", "select_blocks"):
-        require(op, torch.float32, torch.float32)
+        require(op)
     whole = make_case([(2350, 2350)], hq=4, hkv=2, layout=layout, padding_rows=0, device=device)
     expected = attend(whole)
     step = copied_caches(whole, "nan")
@@ -140,5 +146,5 @@ def test_growing_requests(device, require, layout):
             seq_lens=torch.tensor([begin], dtype=torch.int32, device=device),
         )
         out = attend(now, decode_requests=int(count <= 16))
-        torch.testing.assert_close(out, expected[rows], rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(out, expected[rows], **near(out.dtype))
     assert begin == 2350

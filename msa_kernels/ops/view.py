@@ -88,6 +88,12 @@ def decode_view(
     Source:
         docs/dataflow.md, step 3.
     """
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.device != ids.device:
+            raise ValueError(
+                f"msa.decode_view: {name} must be on {ids.device}, the device of ids, "
+                f"got {cache.device}"
+            )
     k_unit, *k_steps = _page_unit("k_cache", k_cache)
     v_unit, *v_steps = _page_unit("v_cache", v_cache)
     if k_steps != v_steps or k_cache.shape != v_cache.shape:

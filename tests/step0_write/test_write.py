@@ -133,7 +133,7 @@ def test_index_dtype_is_its_own(device, require, index_dtype):
 
 
 def test_without_an_index(device, require):
-    require("write_cache", torch.float32, torch.float32)
+    require("write_cache")
     case = copied_caches(make_case("chunks", device=device), "nan")
     before = case.pools[-1].clone()
     msa_kernels.write_cache(

@@ -51,7 +51,7 @@ def test_rules(device, require, topk, init, local):
 
 
 def test_more_forced_blocks_than_visible(device, require):
-    require("select_blocks", torch.float32, torch.float32)
+    require("select_blocks")
     case = make_case("verify", values="integer", device=device)
     for init, local in ((4, 12), (16, 0), (0, 16), (2, 2)):
         rule = dict(init_blocks=init, local_blocks=local)
@@ -61,12 +61,13 @@ def test_more_forced_blocks_than_visible(device, require):
 
 @pytest.mark.parametrize("dtype", INDEX_DTYPES, ids=dtype_name)
 def test_is_score_then_topk(device, require, dtype):
-    """Bit for bit the ids of the two steps, since both promise the same scores."""
+    """The ids of the two steps; on a CPU whatever the numbers, on a GPU where sums are exact."""
     for op in ("select_blocks", "index_score"):
         require(op, dtype, dtype)
     require("topk_blocks", torch.float32)
     for batch in ("long", "mixed", "chunks"):
-        case = make_case(batch, index_dtype=dtype, seed=7, device=device)
+        values = "normal" if device == "cpu" else "integer"
+        case = make_case(batch, index_dtype=dtype, seed=7, values=values, device=device)
         visible = msa_kernels.visible_blocks(
             case.cu_seqlens_q, case.seq_lens, case.num_tokens, case.block_table.size(1)
         )
@@ -76,7 +77,7 @@ def test_is_score_then_topk(device, require, dtype):
 
 
 def test_own_block_is_last_and_count_is_right(device, require):
-    require("select_blocks", torch.float32, torch.float32)
+    require("select_blocks")
     lengths = [(1, blocks * BLOCK - 3) for blocks in range(1, 18)]
     case = make_case(lengths, device=device)
     ids = msa_kernels.select_blocks(*case.index_args).cpu()
@@ -90,7 +91,7 @@ def test_own_block_is_last_and_count_is_right(device, require):
 
 def test_selection_depends_on_the_index_keys(device, require):
     """Past 16 blocks, other index keys select other blocks: a wrong index cache cannot hide."""
-    require("select_blocks", torch.float32, torch.float32)
+    require("select_blocks")
     case = make_case("long", device=device)
     other = make_case("long", device=device, seed=1)
     ids = msa_kernels.select_blocks(*case.index_args)
@@ -100,7 +101,7 @@ def test_selection_depends_on_the_index_keys(device, require):
 
 
 def test_narrow_table_bad_pages_and_wrong_hints(device, require):
-    require("select_blocks", torch.float32, torch.float32)
+    require("select_blocks")
     for width in (0, 1, 20):
         case = make_case("long", values="integer", max_pages=width, device=device)
         if width == 20:
@@ -116,7 +117,7 @@ def test_narrow_table_bad_pages_and_wrong_hints(device, require):
 
 
 def test_out_is_written_inside_its_view_only(device, require):
-    require("select_blocks", torch.float32, torch.float32)
+    require("select_blocks")
     case = make_case("mixed", strided=True, device=device)
     plain = msa_kernels.select_blocks(*case.index_args)
     out, untouched = guarded(plain.shape, torch.int32, device)
@@ -127,7 +128,7 @@ def test_out_is_written_inside_its_view_only(device, require):
 
 def test_nan_queries_and_keys(device, require):
     """Rows whose scores are all NaN, or partly, still give distinct ids in order."""
-    require("select_blocks", torch.float32, torch.float32)
+    require("select_blocks")
     case = make_case("long", values="integer", device=device)
     case.index_q[0] = float("nan")
     case.index_q[5, 1] = float("nan")

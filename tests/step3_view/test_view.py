@@ -65,7 +65,7 @@ def test_matches_reference(device, require, selection, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_view_pages_are_the_cache(device, require, layout, hkv):
     """Every entry leads to the page and head that it stands for, in the same memory."""
-    require("decode_view")
+    require("decode_view", torch.int32)
     case = make_case("decode_edges", layout=layout, hq=hkv, hkv=hkv, device=device)
     view = view_of(case)
     entries = view.page_table.view(case.num_tokens, hkv, -1)
@@ -103,7 +103,7 @@ def paged_attention(q, k_pages, v_pages, page_table, kv_lens, scale):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_independent_paged_attention(device, require, layout, selection):
     """A plain paged attention on the view gives MSA's result, poison around every page or not."""
-    require("decode_view")
+    require("decode_view", torch.int32)
     for batch in ("decode_edges", "verify", "overfull"):
         case = make_case(
             batch, layout=layout, selection=selection, hq=8, hkv=2, strided=True, device=device
@@ -119,8 +119,8 @@ def test_independent_paged_attention(device, require, layout, selection):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_own_paged_decode(device, require, layout, selection):
     """paged_decode on the view is sparse_decode."""
-    require("decode_view")
-    require("paged_decode", torch.float32, torch.float32)
+    require("decode_view", torch.int32)
+    require("paged_decode")
     case = make_case("verify", layout=layout, selection=selection, hq=8, hkv=2, device=device)
     view = view_of(case)
     out, lse = msa_kernels.paged_decode(
@@ -135,7 +135,7 @@ def test_own_paged_decode(device, require, layout, selection):
 
 
 def test_duplicates_of_full_blocks_count_twice(device, require):
-    require("decode_view")
+    require("decode_view", torch.int32)
     case = make_case([(1, 700), (1, 5200)], selection="duplicates", hq=8, hkv=2, device=device)
     view = view_of(case)
     q = case.q.reshape(case.num_tokens * 2, 4, D)
@@ -146,7 +146,7 @@ def test_duplicates_of_full_blocks_count_twice(device, require):
 
 def test_entries_without_a_page_are_left_out(device, require):
     """Negative pages, and those whose view page int32 cannot hold; also of the own block."""
-    require("decode_view")
+    require("decode_view", torch.int32)
     case = make_case("chunks", layout="nhd", selection="random", topk=20, device=device)
     case.block_table[0, 3] = -1
     case.block_table[1, 17] = -(2**31)  # the own block of the last token
@@ -157,7 +157,7 @@ def test_entries_without_a_page_are_left_out(device, require):
 
 
 def test_fp8_caches_and_padding(device, require):
-    require("decode_view")
+    require("decode_view", torch.int32)
     case = make_case("mixed", cache_dtype=FP8, dtype=torch.bfloat16, device=device)
     view = view_of(case)
     rows = view.page_table.view(case.num_tokens, -1), view.kv_lens.view(case.num_tokens, -1)
@@ -173,7 +173,7 @@ def test_caches_in_different_ratio_are_refused(device):
 
 
 def test_twenty_runs_give_the_same_bits(device, require):
-    require("decode_view")
+    require("decode_view", torch.int32)
     case = make_case("verify", device=device)
     first = view_of(case)
     for _ in range(19):
@@ -190,7 +190,7 @@ def test_twenty_runs_give_the_same_bits(device, require):
 )
 @given(data=st.data())
 def test_any_batch(device, require, data):
-    require("decode_view")
+    require("decode_view", torch.int32)
     lengths = data.draw(
         st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5300)), min_size=1, max_size=4)
     )

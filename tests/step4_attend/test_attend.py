@@ -21,7 +21,7 @@ from tests.inputs import (
     make_selection,
     same_bits,
 )
-from tests.tolerance import LSE_REL, assert_attention
+from tests.tolerance import LSE_REL, assert_attention, near
 
 OPS = ["sparse_prefill", "sparse_decode"]
 
@@ -97,7 +97,7 @@ def test_selections(device, require, op, dtypes, selection):
 )
 def test_heads(device, require, op, hq, hkv):
     """Values name their KV head: a query head that reads another one is seen at once."""
-    require(op, torch.float32, torch.float32)
+    require(op)
     case = make_case([(3, 2200), (1, 129), (40, 300)], hq=hq, hkv=hkv, layout="nhd", device=device)
     check(op, case)
     case.v_cache.copy_(
@@ -106,12 +106,12 @@ def test_heads(device, require, op, hq, hkv):
     out, _ = run(op, case)
     head = torch.arange(hq, device=device) // (hq // hkv)
     expected = head[None, :, None].expand(case.num_real, hq, D).float()
-    torch.testing.assert_close(out[: case.num_real], expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(out[: case.num_real].float(), expected, **near(out.dtype))
 
 
 @pytest.mark.parametrize("topk", [1, 2, 15, 16, 17, 31, 32])
 def test_topk(device, require, op, topk):
-    require(op, torch.float32, torch.float32)
+    require(op)
     lengths = [(1, BLOCK * n - 5) for n in (1, 2, 15, 16, 17, 31, 32, 33, 40)] + [(50, 5200)]
     check(op, make_case(lengths, topk=topk, device=device))
 
@@ -119,14 +119,14 @@ def test_topk(device, require, op, topk):
 @pytest.mark.parametrize("q_len", range(1, 10))
 def test_every_verify_length(device, require, op, q_len):
     """Steps of 1 to 9 tokens that end before, at and behind a boundary; own rows differ."""
-    require(op, torch.float32, torch.float32)
+    require(op)
     lengths = [(q_len, n) for n in (q_len, 127 + q_len, 128, 132, 2048, 2048 + q_len - 1, 5300)]
     check(op, make_case([*lengths, (0, 50)], device=device))
 
 
 def test_future_of_the_own_block_is_masked(device, require, op):
     """Poison right behind the query, at every kind of offset within its block."""
-    require(op, torch.float32, torch.float32)
+    require(op)
     offsets = (0, 1, 63, 126, 127)
     lengths = [(1, BLOCK * n + offset + 1) for n in (0, 1, 16, 20) for offset in offsets]
     for poison in ("nan", "inf"):
@@ -137,7 +137,7 @@ def test_future_of_the_own_block_is_masked(device, require, op):
 def test_later_tokens_of_the_request_may_be_wild(device, require, op, value):
     """NaN or Inf in a token that some queries see and others do not stays with those that see
     it."""
-    require(op, torch.float32, torch.float32)
+    require(op)
     case = make_case([(90, 300)], hq=4, hkv=2, device=device)
     for token, head in ((250, 0), (255, 1), (256, 0), (299, 1)):
         page = case.block_table[0, token // BLOCK].long()
@@ -147,9 +147,8 @@ def test_later_tokens_of_the_request_may_be_wild(device, require, op, value):
     exact, exact_lse = reference.sparse_attention(*case.attend_args)
     for got, want in ((out, exact), (lse, exact_lse)):
         assert torch.equal(got.isfinite(), want.isfinite())
-        torch.testing.assert_close(
-            got[want.isfinite()], want[want.isfinite()], rtol=1e-5, atol=1e-5
-        )
+        finite = want.isfinite()
+        torch.testing.assert_close(got[finite].float(), want[finite], **near(out.dtype))
     assert bool(out[:40, 0].isfinite().all()) and not bool(out[40:90, 0].isfinite().any())
 
 
@@ -180,7 +179,7 @@ def test_table_padding_is_never_used(device, require, op, table_padding):
 
 def test_tables_that_lack_pages(device, require, op):
     """A narrow table, and live entries that are no page: such blocks add nothing."""
-    require(op, torch.float32, torch.float32)
+    require(op)
     for width in (1, 5, 16):
         check(op, make_case("long", max_pages=width, device=device))
     case = make_case("chunks", topk=20, device=device)
@@ -195,7 +194,7 @@ def test_tables_that_lack_pages(device, require, op):
 
 @pytest.mark.parametrize("garbage", [0, 1, -1, 2**31 - 1, -(2**31), 10**6])
 def test_ids_past_the_valid_count_are_ignored(device, require, op, garbage):
-    require(op, torch.float32, torch.float32)
+    require(op)
     case = make_case([(1, 300), (3, 129), (5, 1000)], device=device)
     out, lse = run(op, case)
     entry = torch.arange(16, device=device)
@@ -206,13 +205,13 @@ def test_ids_past_the_valid_count_are_ignored(device, require, op, garbage):
 
 @pytest.mark.parametrize("scale", [None, 0.0, 1.0, 0.02, -0.1])
 def test_scales_of_the_softmax(device, require, op, scale):
-    require(op, torch.float32, torch.float32)
+    require(op)
     check(op, make_case("chunks", device=device), scale=scale)
 
 
 def test_large_logits(device, require, op):
     """Logits of several hundred: the maximum is taken out before exp."""
-    require(op, torch.float32, torch.float32)
+    require(op)
     case = make_case("chunks", device=device)
     case = case.with_(q=case.q * 40)
     out, lse = run(op, case)
@@ -220,7 +219,7 @@ def test_large_logits(device, require, op):
     assert bool(out.isfinite().all())
     real = slice(0, case.num_real)
     torch.testing.assert_close(lse[real].double(), exact_lse[real], rtol=LSE_REL, atol=1e-5)
-    torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("form", ["number", "one", "per_head"])
@@ -253,7 +252,7 @@ def test_fp8_without_scales(device, require, op):
 
 @pytest.mark.parametrize("hints", [(1, 1), (1, 1024), (10**6, 10**9), (0, 0)])
 def test_wrong_hints_change_nothing(device, require, op, hints):
-    require(op, torch.float32, torch.float32)
+    require(op)
     case = make_case("chunks", device=device)
     check(op, case, max_seqlen_q=hints[0], max_seqlen_k=hints[1])
 
@@ -298,14 +297,13 @@ def test_both_paths_agree(device, require, dtypes):
             device=device,
         )
         (out, lse), (other, other_lse) = (run(op, case) for op in OPS)
-        tolerance = 1e-5 if dtypes[0] == torch.float32 else 2**-6
-        torch.testing.assert_close(out, other, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(out, other, **near(dtypes[0]))
         torch.testing.assert_close(lse, other_lse, rtol=LSE_REL, atol=1e-5)
 
 
 def test_a_chunk_equals_its_tokens_one_by_one(device, require):
-    require("sparse_prefill", torch.float32, torch.float32)
-    require("sparse_decode", torch.float32, torch.float32)
+    require("sparse_prefill")
+    require("sparse_decode")
     case = make_case([(20, 2060)], padding_rows=0, device=device)
     whole, whole_lse = run("sparse_prefill", case)
     count = case.num_tokens
@@ -315,12 +313,12 @@ def test_a_chunk_equals_its_tokens_one_by_one(device, require):
         block_table=case.block_table.expand(count, -1),
     )
     out, lse = run("sparse_decode", singles)
-    torch.testing.assert_close(out, whole, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out, whole, **near(out.dtype))
     torch.testing.assert_close(lse, whole_lse, rtol=LSE_REL, atol=1e-6)
 
 
 def test_order_of_ids_does_not_matter(device, require, op):
-    require(op, torch.float32, torch.float32)
+    require(op)
     case = make_case("long", device=device)
     out, lse = run(op, case)
     shuffled = case.ids.clone()
@@ -330,28 +328,49 @@ def test_order_of_ids_does_not_matter(device, require, op):
         order = torch.randperm(count, generator=generator).to(device)
         shuffled[:, token, :count] = case.ids[:, token, order]
     again, again_lse = check(op, case.with_(ids=shuffled))
-    torch.testing.assert_close(again, out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(again, out, **near(out.dtype))
     torch.testing.assert_close(again_lse, lse, rtol=LSE_REL, atol=1e-6)
 
 
-def test_bits_do_not_depend_on_the_batch(device, require, op):
-    require(op, torch.bfloat16, torch.bfloat16)
-    case = make_case("long", dtype=torch.bfloat16, device=device)
-    out, lse = run(op, case)
+def reordered(case, order):
+    """(case with its requests in another order, the old row of each new row)."""
     starts = case.cu_seqlens_q.tolist()
-    for request, (q_len, _) in enumerate(case.lengths):
-        rows = slice(starts[request], starts[request] + q_len)
-        alone, alone_lse = getattr(msa_kernels, op)(
-            case.q[rows],
-            case.k_cache,
-            case.v_cache,
-            case.ids[:, rows],
-            case.block_table[request : request + 1],
-            torch.tensor([0, q_len], dtype=torch.int32, device=device),
-            case.seq_lens[request : request + 1],
-            return_lse=True,
-        )
-        assert same_bits(alone, out[rows]) and same_bits(alone_lse, lse[rows])
+    spans = [range(starts[r], starts[r + 1]) for r in order]
+    rows = torch.tensor([row for span in spans for row in span], device=case.q.device)
+    lens = torch.tensor([0, *map(len, spans)], device=case.q.device).cumsum(0).int()
+    moved = case.with_(
+        lengths=[case.lengths[r] for r in order],
+        q=case.q[rows],
+        ids=case.ids[:, rows],
+        block_table=case.block_table[order],
+        cu_seqlens_q=lens,
+        seq_lens=case.seq_lens[order],
+    )
+    return moved, rows
+
+
+def test_bits_do_not_depend_on_the_place_in_the_batch(device, require, op):
+    require(op, torch.bfloat16, torch.bfloat16)
+    case = make_case("long", dtype=torch.bfloat16, padding_rows=0, device=device)
+    out, lse = run(op, case)
+    for order in ([3, 2, 1, 0], [1, 3, 0, 2]):
+        moved, rows = reordered(case, order)
+        again, again_lse = run(op, moved)
+        assert same_bits(again, out[rows]) and same_bits(again_lse, lse[rows])
+
+
+def test_a_request_alone(device, require, op):
+    """On a CPU even the bits of a request are the same without the others."""
+    require(op, torch.bfloat16, torch.bfloat16)
+    case = make_case("long", dtype=torch.bfloat16, padding_rows=0, device=device)
+    out, lse = run(op, case)
+    for request in range(len(case.lengths)):
+        single, rows = reordered(case, [request])
+        alone, alone_lse = run(op, single)
+        torch.testing.assert_close(alone, out[rows], **near(out.dtype))
+        torch.testing.assert_close(alone_lse, lse[rows], rtol=LSE_REL, atol=1e-5)
+        if device == "cpu":
+            assert same_bits(alone, out[rows]) and same_bits(alone_lse, lse[rows])
 
 
 def test_twenty_runs_give_the_same_bits(device, require, op):
@@ -376,18 +395,18 @@ def test_heads_of_a_rank_have_the_bits_of_all(device, require, op):
             ids=case.ids[head : head + 1],
         )
         alone, _ = run(op, rank)
-        torch.testing.assert_close(alone, out[:, 4 * head : 4 * head + 4], rtol=2**-6, atol=2**-7)
+        torch.testing.assert_close(alone, out[:, 4 * head : 4 * head + 4], **near(out.dtype))
 
 
 def test_shared_prefix_pages(device, require, op):
-    require(op, torch.float32, torch.float32)
+    require(op)
     lengths = [(3, 2200), (1, 2305), (20, 2180)]
     check(op, make_case(lengths, shared_prefix=16, layout="offset", device=device))
 
 
 @pytest.mark.parametrize("requests", [132, 133])
 def test_many_requests(device, require, op, requests):
-    require(op, torch.float32, torch.float32)
+    require(op)
     lengths = [(1, 1 + 37 * (r % 40)) for r in range(requests)]
     check(op, make_case(lengths, hq=4, hkv=1, device=device))
 
@@ -401,7 +420,7 @@ def test_a_very_long_context(device, require, op):
 
 def test_parts_merge_to_the_whole(device, require, op):
     """Two disjoint halves of a selection, merged by their LSEs, are the whole."""
-    require(op, torch.float32, torch.float32)
+    require(op)
     require("merge_lse", torch.float32)
     case = make_case("long", device=device)
     even = torch.arange(16, device=device) % 2 == 0
