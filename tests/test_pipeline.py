@@ -148,3 +148,36 @@ def test_growing_requests(device, require, layout):
         out = attend(now, decode_requests=int(count <= 16))
         torch.testing.assert_close(out, expected[rows], **near(out.dtype))
     assert begin == 2350
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 6, 14])
+def test_fewer_rows_than_cu_seqlens_says(device, require, rows):
+    """A caller's fault that must stay harmless: the rows that are there keep their positions."""
+    for op in ("sparse_prefill", "sparse_decode", "paged_decode", "select_blocks", "index_score"):
+        require(op)
+    for op in ("kv_block_schedule", "decode_view"):
+        require(op, torch.int32)
+    case = make_case(
+        [(5, 300), (7, 900), (3, 400)], values="integer", padding_rows=0, device=device
+    )
+    case = case.with_(q=case.q[:rows], index_q=case.index_q[:rows], ids=case.ids[:, :rows])
+    assert torch.equal(
+        msa_kernels.index_score(*case.index_args), reference.index_score(*case.index_args)
+    )
+    assert torch.equal(
+        msa_kernels.select_blocks(*case.index_args), reference.select_blocks(*case.index_args)
+    )
+    for op in ("sparse_prefill", "sparse_decode"):
+        out, lse = getattr(msa_kernels, op)(*case.attend_args, return_lse=True)
+        assert_attention(case, out, lse)
+    args = (case.q, case.k_cache, case.v_cache, case.block_table, case.seq_lens)
+    out = msa_kernels.paged_decode(*args, cu_seqlens_q=case.cu_seqlens_q)
+    want, _ = reference.paged_decode(*args, cu_seqlens_q=case.cu_seqlens_q)
+    torch.testing.assert_close(out.float(), want, **near(out.dtype))
+    lengths = (case.ids, case.cu_seqlens_q, case.seq_lens, 9)
+    got = msa_kernels.kv_block_schedule(*lengths)[:2]
+    for a, b in zip(got, reference.kv_block_schedule(*lengths), strict=False):
+        assert torch.equal(a, b)
+    view = msa_kernels.decode_view(case.ids, *case.batch, case.k_cache, case.v_cache)
+    want_view = reference.decode_view(case.ids, *case.batch, case.k_cache.size(0), 2, 1)
+    assert torch.equal(view.page_table, want_view[0]) and torch.equal(view.kv_lens, want_view[1])

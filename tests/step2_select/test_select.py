@@ -175,3 +175,29 @@ def test_a_very_long_context(device, require):
     )
     expected = reference.select_blocks(*case.index_args)
     assert_ids(msa_kernels.select_blocks(*case.index_args), expected)
+
+
+@pytest.mark.parametrize("blocks", [1024, 1025, 4095, 4096, 4097, 8191, 8192, 8193])
+@pytest.mark.parametrize("dtype", INDEX_DTYPES, ids=dtype_name)
+def test_contexts_up_to_a_million_tokens(device, require, dtype, blocks):
+    """Scores and ids over a table that walks 50 pages again and again: ties without end."""
+    require("select_blocks", dtype, dtype)
+    require("index_score", dtype, dtype)
+    generator = torch.Generator().manual_seed(blocks)
+    index_q = torch.randint(-2, 3, (2, 2, 128), generator=generator).to(dtype).to(device)
+    cache = torch.randint(-2, 3, (50, BLOCK, 128), generator=generator).to(dtype).to(device)
+    table = torch.randint(50, (1, 8193), generator=generator).int().to(device)
+    cu_seqlens_q = torch.tensor([0, 2], dtype=torch.int32, device=device)
+    seq_lens = torch.tensor([blocks * BLOCK], dtype=torch.int32, device=device)
+    args = (index_q, cache, table, cu_seqlens_q, seq_lens)
+
+    by_page = torch.einsum("thd,psd->htps", index_q.float(), cache.float())
+    scores = by_page.amax(-1)[..., table[0].long()]
+    # The first of the two tokens does not see the last key of the context.
+    scores[:, 0, blocks - 1] = by_page[:, 0, table[0, blocks - 1].long(), :-1].amax(-1)
+    scores[..., blocks:] = float("-inf")
+    assert torch.equal(msa_kernels.index_score(*args), scores)
+    visible = torch.full((2,), blocks, dtype=torch.int32, device=device)
+    for topk in (16, 32):
+        expected = reference.topk_blocks(scores, visible, topk)
+        assert_ids(msa_kernels.select_blocks(*args, topk), expected)

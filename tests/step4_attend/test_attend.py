@@ -418,6 +418,31 @@ def test_a_very_long_context(device, require, op):
     check(op, case)
 
 
+@pytest.mark.parametrize("blocks", [1025, 4097, 8192, 8193])
+def test_contexts_up_to_a_million_tokens(device, require, op, blocks):
+    """A table that walks few pages again and again; ids up to the last block."""
+    require(op)
+    case = make_case([(1, 1280), (1, 300)], hq=8, hkv=2, padding_rows=0, device=device)
+    pages = case.block_table[0, :10]
+    table = pages[torch.arange(8193, device=device) % 10].expand(2, -1)
+    seq_lens = torch.tensor([blocks * BLOCK, blocks * BLOCK - 17], device=device).int()
+    visible = torch.tensor([blocks, blocks])
+    ids = make_selection("random", visible, 2, 16, seed=blocks).to(device)
+    check(op, case.with_(block_table=table, seq_lens=seq_lens, ids=ids))
+
+
+def test_logits_of_minus_infinity(device, require, op):
+    """Keys that are there but have weight 0: nothing above -inf is nothing to attend to."""
+    require(op)
+    case = make_case([(1, 5), (2, 700)], padding_rows=0, device=device)
+    q = case.q.abs() + 1
+    case.k_cache[case.block_table[0, 0].long(), :, :5, 0] = float("-inf")
+    case.k_cache[case.block_table[1, 1].long(), :, 7, 0] = float("-inf")
+    out, lse = run(op, case.with_(q=q))
+    assert not bool(out[0].any()) and bool((lse[0] == float("-inf")).all())
+    assert bool(out[1:].isfinite().all()) and bool(lse[1:].isfinite().all())
+
+
 def test_parts_merge_to_the_whole(device, require, op):
     """Two disjoint halves of a selection, merged by their LSEs, are the whole."""
     require(op)
