@@ -18,6 +18,7 @@
 
 #include <cuda_runtime.h>
 
+#include "device/dependent_launch.cuh"
 #include "device/positions.cuh"
 #include "step3_remap/kv_block_schedule_params.h"
 #include "step3_remap/work_plan.h"
@@ -163,6 +164,7 @@ static __global__ void __launch_bounds__(kScanThreads)
     msa_kv_block_schedule_scan_sm80_kernel(const __grid_constant__ ScanParams params,
                                            const Workspace workspace) {
   const int64_t num_rows = params.num_rows;
+  wait_for_previous_kernel();
   __shared__ uint32_t shared_ticket;
   __shared__ Sums shared_before;
   if (threadIdx.x == 0) shared_ticket = atomicAdd(workspace.ticket, 1);

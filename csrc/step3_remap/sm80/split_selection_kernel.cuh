@@ -15,6 +15,7 @@
 
 #include <cuda_runtime.h>
 
+#include "device/dependent_launch.cuh"
 #include "device/positions.cuh"
 #include "step3_remap/prefill_plan.h"
 
@@ -205,6 +206,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     msa_split_selection_scatter_sm80_kernel(const __grid_constant__ SplitParams params,
                                             uint32_t* const row_cursors) {
+  wait_for_previous_kernel();
   const PrefillPlan& plan = params.plan;
   const uint32_t num_tokens = static_cast<uint32_t>(plan.num_tokens);
   const uint32_t padded = (num_tokens + 31) / 32 * 32;

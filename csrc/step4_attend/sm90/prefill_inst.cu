@@ -8,6 +8,7 @@
 #include "configs/built_configs.h"
 #include "device/architecture.h"
 #include "device/cuda_errors.h"
+#include "device/dependent_launch.cuh"
 #include "device/persistent_grid.cuh"
 #include "step3_remap/sm80/kv_block_schedule_kernel.cuh"
 #include "step3_remap/sm80/split_selection_kernel.cuh"
@@ -142,9 +143,6 @@ void run_sparse_prefill(const SparseAttendParams& params, const ExecContext& con
       context.op, context.device, prefill::kThreads, prefill::kTileSharedBytes);
   const int merge_ctas = resident_ctas<prefill::msa_sparse_prefill_merge_sm90_kernel>(
       context.op, context.device, prefill::kMergeWarps * 32, 0);
-  const auto ctas_for = [](int64_t threads, int64_t cta) {
-    return static_cast<unsigned>((threads + cta - 1) / cta);
-  };
 
   uint8_t* const counters = static_cast<uint8_t*>(params.workspace) + work.counters_begin;
   check_cuda(context.op,
@@ -158,37 +156,41 @@ void run_sparse_prefill(const SparseAttendParams& params, const ExecContext& con
                                                   : split::msa_split_selection_sm80_kernel<1024, 6>;
   split_kernel<<<static_cast<unsigned>(params.num_kv_heads * plan.tiles), split::kThreads, 0,
                  stream>>>(split_params, work.counters.counters);
+  check_cuda(context.op, cudaGetLastError(), "launching the split of the selection");
   const int64_t rows = plan.num_rows * plan.rounds;
-  remap::msa_kv_block_schedule_scan_sm80_kernel<<<static_cast<unsigned>(remap::scan_ctas(rows)),
-                                                  remap::kScanThreads, 0, stream>>>(
-      {rows, plan.max_queries_per_item, nullptr, plan.work_items, nullptr, plan.num_rows,
-       plan.round_items},
-      work.counters);
+  launch_dependent(context.op, "launching the scan of the remap",
+                   remap::msa_kv_block_schedule_scan_sm80_kernel, remap::scan_ctas(rows),
+                   remap::kScanThreads, 0, stream,
+                   remap::ScanParams{rows, plan.max_queries_per_item, nullptr, plan.work_items,
+                                     nullptr, plan.num_rows, plan.round_items},
+                   work.counters);
   const int64_t entries =
       params.num_kv_heads * params.ids.topk * ((plan.num_tokens + 31) / 32 * 32);
-  split::msa_split_selection_scatter_sm80_kernel<<<ctas_for(entries, split::kThreads),
-                                                   split::kThreads, 0, stream>>>(
-      split_params, work.counters.counters);
+  launch_dependent(context.op, "launching the scatter of the remap",
+                   split::msa_split_selection_scatter_sm80_kernel,
+                   (entries + split::kThreads - 1) / split::kThreads, split::kThreads, 0, stream,
+                   split_params, work.counters.counters);
 
   for (int32_t round = 0; round < plan.rounds; ++round) {
-    const prefill::KVBlockParams attend{
-        params.batch, work.partials, plan.pairs, plan.work_items, plan.round_items + round,
-        scale_log2,   log_group};
-    prefill::msa_sparse_prefill_kv_block_sm90_kernel<<<kv_ctas, prefill::kThreads,
-                                                       prefill::kSharedBytes, stream>>>(
-        attend, q_map, k_map, v_map);
-    const prefill::FinishParams finish{params.batch,        work.partials, plan,
-                                       params.out,          params.lse,    scale_log2,
-                                       params.num_kv_heads, log_group,     round};
+    const prefill::KVBlockParams attend{params.batch, params.v_cache,  work.partials,
+                                        plan.pairs,   plan.work_items, plan.round_items + round,
+                                        scale_log2,   log_group};
+    launch_dependent(context.op, "launching the KV-block-major kernel",
+                     prefill::msa_sparse_prefill_kv_block_sm90_kernel, kv_ctas, prefill::kThreads,
+                     prefill::kSharedBytes, stream, attend, q_map, k_map, v_map);
+    const prefill::FinishParams finish{
+        params.batch, params.v_cache, work.partials,       plan,      params.out,
+        params.lse,   scale_log2,     params.num_kv_heads, log_group, round};
     if (params.group_size >= 8) {
-      prefill::msa_sparse_prefill_query_block_sm90_kernel<<<tile_ctas, prefill::kThreads,
-                                                            prefill::kTileSharedBytes, stream>>>(
-          finish, q_map, k_map, v_map);
+      launch_dependent(context.op, "launching the query-major kernel",
+                       prefill::msa_sparse_prefill_query_block_sm90_kernel, tile_ctas,
+                       prefill::kThreads, prefill::kTileSharedBytes, stream, finish, q_map, k_map,
+                       v_map);
     }
-    prefill::msa_sparse_prefill_merge_sm90_kernel<<<static_cast<unsigned>(merge_ctas),
-                                                    prefill::kMergeWarps * 32, 0, stream>>>(finish);
+    launch_dependent(context.op, "launching the merge",
+                     prefill::msa_sparse_prefill_merge_sm90_kernel, merge_ctas,
+                     prefill::kMergeWarps * 32, 0, stream, finish);
   }
-  check_cuda(context.op, cudaGetLastError(), "a launch of msa_sparse_prefill");
 }
 
 }  // namespace msa

@@ -23,20 +23,22 @@
 //           kv_empty  12 = 3 consumers * 4 warps each consumer warp     K/V producer
 //           q_full    1 + bytes of the tokens    q producer w           consumer w
 //           q_empty   4 = warps of consumer w    each of its warps      q producer w
-//           named 1   384                        all consumers, where V has unwritten rows
+//           named 1   384                        all consumers, in masked blocks
 //           A consumer waits for every k_full and v_full in turn, also of items that leave it no
 //           tile: a parity wait tolerates a lag of one phase.
 // Timeline  consumer: wait K, V, q | S = Q K^T | q_empty | softmax | O = P V | store | next tile
 //           the three consumers are out of step: one's softmax runs under another's products
-// Unwritten slots  K: masked columns are replaced before use. V: 0 * NaN is NaN, so rows at or past
-// the
-//           request's length are zeroed in shared memory, by the consumers, before the block's
-//           first use.
+// Unseen    of K: masked columns are replaced before use. Of V: 0 * NaN is NaN, so in blocks that
+// some
+//           token sees in part only, the consumers zero the rows at or past the request's length
+//           and those that hold NaN or Inf, before the block's first use, and add the latter back,
+//           from the cache, to the rows that do see them.
 // Limits    bfloat16, D = 128, G in {1, 2, 4, 8, 16}.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include "device/dependent_launch.cuh"
 #include "device/positions.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/tma.cuh"
@@ -86,7 +88,7 @@ __device__ __forceinline__ void produce_kv(const KVBlockParams& params, const CU
   const int lane = threadIdx.x % 32;
   const int log_tile_tokens = 6 - params.log_group;
   RingPosition<kKVStages> ring;
-  int32_t head = 0, page = 0, tiles = 0, written = 0;
+  int32_t head = 0, page = 0, tiles = 0, written = 0, masked = 0;
   for_items(
       params,
       [&](const WorkItem& item) {
@@ -94,14 +96,19 @@ __device__ __forceinline__ void produce_kv(const KVBlockParams& params, const CU
         page = page_of(params.batch, item.request, item.block);
         tiles = (item.end - item.begin + (1 << log_tile_tokens) - 1) >> log_tile_tokens;
         written = seq_len_of(params.batch, item.request) - item.block * kBlock;
+        const int32_t new_tokens = first_token_of(params.batch, item.request + 1) -
+                                   first_token_of(params.batch, item.request);
+        masked = written - new_tokens < kBlock - 1;  // the first of them stands before its end
       },
       [&](int32_t i, int32_t) {
         const int32_t item_head = __shfl_sync(kAllLanes, head, i);
         const int32_t item_page = __shfl_sync(kAllLanes, page, i);
-        const ItemInfo info{__shfl_sync(kAllLanes, tiles, i), __shfl_sync(kAllLanes, written, i)};
+        const ItemInfo info{__shfl_sync(kAllLanes, tiles, i), __shfl_sync(kAllLanes, written, i),
+                            item_page, item_head, __shfl_sync(kAllLanes, masked, i) != 0};
         if (lane == 0) {
           barrier_wait(&shared.kv_empty[ring.stage], ring.phase ^ 1);
           shared.items[ring.stage] = info;
+          for (uint32_t& rows : shared.wild[ring.stage]) rows = 0;
           barrier_arrive_expect(&shared.k_full[ring.stage], kPageBytes);
           copy_box(shared.k[ring.stage], k_map, &shared.k_full[ring.stage], 0, 0, 0, item_head,
                    item_page);
@@ -199,10 +206,10 @@ struct Row {
 __device__ __forceinline__ void softmax(Accumulator& s, const Row (&rows)[2], float scale_log2,
                                         uint32_t (&p)[32], float (&maximum)[2], float (&sum)[2]) {
   const int quad = threadIdx.x % 4;
-  if (scale_log2 < 0.0f) {  // so that the largest product is the largest logit
+  if (scale_log2 <= 0.0f) {  // so that the largest product is the largest logit, and -inf stays
 #pragma unroll
-    for (float& value : s) value = -value;
-    scale_log2 = -scale_log2;
+    for (float& value : s) value *= scale_log2;
+    scale_log2 = 1.0f;
   }
   if (rows[0].valid < kBlock || rows[1].valid < kBlock) {
 #pragma unroll
@@ -211,21 +218,22 @@ __device__ __forceinline__ void softmax(Accumulator& s, const Row (&rows)[2], fl
       if (column >= rows[i / 2 % 2].valid) s[i] = -INFINITY;
     }
   }
-  float largest[2] = {-INFINITY, -INFINITY};
+  float largest[2] = {-INFINITY, -INFINITY}, reference[2];
 #pragma unroll
   for (int i = 0; i < 64; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], s[i]);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 1));
     largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 2));
-    maximum[r] = largest[r] == -INFINITY ? 0.0f : largest[r] * scale_log2;
+    maximum[r] = largest[r] * scale_log2;
+    reference[r] = maximum[r] == -INFINITY ? 0.0f : maximum[r];
     sum[r] = 0.0f;
   }
 #pragma unroll
   for (int i = 0; i < 64; i += 2) {
     const int r = i / 2 % 2;
-    const float first = exp2_fast(fmaf(s[i], scale_log2, -maximum[r]));
-    const float second = exp2_fast(fmaf(s[i + 1], scale_log2, -maximum[r]));
+    const float first = exp2_fast(fmaf(s[i], scale_log2, -reference[r]));
+    const float second = exp2_fast(fmaf(s[i + 1], scale_log2, -reference[r]));
     sum[r] += first + second;
     const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
     p[i / 2] = *reinterpret_cast<const uint32_t*>(&pair);
@@ -267,17 +275,51 @@ __device__ __forceinline__ void store_partial(const KVBlockParams& params, const
   }
 }
 
-// Rows of V at or past the request's length, by all consumers.
-__device__ __forceinline__ void zero_unwritten_rows(uint8_t* v, int32_t written) {
-  const int row_vectors = 8;  // 16-byte vectors of one half of a row
-  const int count = (kBlock - written) * row_vectors * 2;
-  for (int i = threadIdx.x; i < count; i += kConsumers * 128) {
-    const int half = i & 1, vector = i / 2;
-    *reinterpret_cast<uint4*>(v + half * (kPageBytes / 2) + written * 128 + vector * 16) =
-        make_uint4(0, 0, 0, 0);
+__device__ __forceinline__ bool is_wild(uint32_t pair) {  // NaN or Inf in one of two bfloat16
+  return (pair & 0x7f80u) == 0x7f80u || (pair & 0x7f800000u) == 0x7f800000u;
+}
+
+// Zeroes the rows of V that must not meet a weight of 0: at or past `written`, and those with NaN
+// or Inf, which it notes in `wild`. By all consumers.
+__device__ __forceinline__ void clean_values(uint8_t* v, int32_t written, uint32_t* wild) {
+  constexpr int kRowVectors = 8;  // 16-byte vectors of half a row
+  for (int i = threadIdx.x; i < kBlock * kRowVectors * 2; i += kConsumers * 128) {
+    const int half = i / (kBlock * kRowVectors), row = i / kRowVectors % kBlock;
+    uint4* vector = reinterpret_cast<uint4*>(v + half * (kPageBytes / 2) + row * 128) + i % 8;
+    const uint4 bits = *vector;
+    if (row >= written) {
+      *vector = make_uint4(0, 0, 0, 0);
+    } else if (is_wild(bits.x) || is_wild(bits.y) || is_wild(bits.z) || is_wild(bits.w)) {
+      atomicOr(&wild[row / 32], 1u << row % 32);
+      *vector = make_uint4(0, 0, 0, 0);
+    }
   }
   fence_async_proxy();
   named_barrier(1, kConsumers * 128);
+}
+
+// Adds what clean_values took out to the rows that see it: their result is NaN or Inf, as it should
+// be.
+__device__ __forceinline__ void add_wild_values(const PagedView& v_cache, int32_t page,
+                                                int32_t head, const uint32_t* wild,
+                                                const int32_t (&valid)[2], Accumulator& o) {
+  const int quad = threadIdx.x % 4;
+  for (int word = 0; word < kBlock / 32; ++word) {
+    for (uint32_t left = wild[word]; left != 0; left &= left - 1) {
+      const int row = word * 32 + __ffs(left) - 1;
+      const __nv_bfloat16* values = static_cast<const __nv_bfloat16*>(v_cache.data) +
+                                    page * v_cache.page_stride + head * v_cache.head_stride +
+                                    row * v_cache.token_stride + quad * 2;
+#pragma unroll
+      for (int i = 0; i < 64; ++i) {
+        const int r = i / 2 % 2;
+        if (row < valid[r]) {
+          const float value = __bfloat162float(values[i / 4 * 8 + i % 2]);
+          if (!isfinite(value)) o[i] += value;
+        }
+      }
+    }
+  }
 }
 
 __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStorage& shared,
@@ -296,7 +338,7 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
     barrier_wait(&shared.k_full[kv.stage], kv.phase);
     barrier_wait(&shared.v_full[kv.stage], kv.phase);
     const ItemInfo item = shared.items[kv.stage];
-    if (item.written < kBlock) zero_unwritten_rows(shared.v[kv.stage], max(item.written, 0));
+    if (item.masked) clean_values(shared.v[kv.stage], item.written, shared.wild[kv.stage]);
 
     for (int32_t tile = consumer; tile < item.tiles; tile += kConsumers) {
       const int stage = first_stage + ring.stage;
@@ -337,6 +379,11 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
       wgmma_commit();
       wgmma_wait<0>();
       hold(o);
+      if (item.masked) {
+        const int32_t valid[2] = {rows[0].valid, rows[1].valid};
+        add_wild_values(params.v_cache, item.page, item.head, shared.wild[kv.stage], valid, o);
+        __syncwarp();
+      }
       store_partial(params, rows, o, maximum, sum);
     }
     if (lane == 0) barrier_arrive(&shared.kv_empty[kv.stage]);
@@ -367,6 +414,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     fence_barrier_init();
   }
   __syncthreads();
+  wait_for_previous_kernel();
 
   // A warp's index through a shuffle, so that the compiler knows it is the same in all its lanes.
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0);

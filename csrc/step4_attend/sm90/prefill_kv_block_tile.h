@@ -28,9 +28,11 @@ constexpr int kQTileBytes = kTileRows * kHeadDim * 2;
 
 // What a consumer needs to know of an item; written by the K/V producer with the item's stage.
 struct ItemInfo {
-  int32_t tiles;  // of all consumers
-  int32_t
-      written;  // tokens of the request from the block's first on; under 128: V has unwritten rows
+  int32_t tiles;    // of all consumers
+  int32_t written;  // tokens of the request from the block's first on
+  int32_t page;
+  int32_t head;
+  bool masked;  // some of the request's new tokens do not see all of the block
 };
 
 struct SharedStorage {
@@ -40,6 +42,7 @@ struct SharedStorage {
   int32_t slots[kQStages][kTileRows];              // of each token of a tile, -1: none
   uint8_t valid[kQStages][kTileRows];  // keys of the block that the token may see, 1 to 128
   ItemInfo items[kKVStages];
+  uint32_t wild[kKVStages][kBlock / 32];  // rows of V with NaN or Inf, of masked blocks
   uint64_t k_full[kKVStages];
   uint64_t v_full[kKVStages];
   uint64_t kv_empty[kKVStages];
@@ -64,6 +67,7 @@ struct Partials {
 
 struct KVBlockParams {
   BatchView batch;
+  PagedView v_cache;
   Partials partials;
   const Pair* pairs;
   const int32_t* work_items;

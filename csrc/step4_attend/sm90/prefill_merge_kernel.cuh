@@ -13,6 +13,7 @@
 
 #include <cuda_runtime.h>
 
+#include "device/dependent_launch.cuh"
 #include "device/positions.cuh"
 #include "step4_attend/sm90/prefill_kv_block_kernel.cuh"
 
@@ -20,6 +21,7 @@ namespace msa::sparse_prefill::sm90 {
 
 struct FinishParams {
   BatchView batch;
+  PagedView v_cache;
   Partials partials;
   PrefillPlan plan;
   RowsView out;  // [T, Hq, D] bfloat16
@@ -91,6 +93,8 @@ __device__ __forceinline__ void merge_rows(const FinishParams& params, int64_t h
   const float2* state = params.partials.state + first_slot * group + g;
   float largest = -INFINITY;
   for (int slot = 0; slot < count; ++slot) largest = fmaxf(largest, state[slot * group].x);
+  // No logit above -inf: -inf - (-inf) would be NaN, so weigh against 0; all weights are 0.
+  const float reference = largest == -INFINITY ? 0.0f : largest;
 
   const int chunk_stride = min(group, 8) * 32;
   const __nv_bfloat16* partial = params.partials.out + first_slot * group * kHeadDim +
@@ -113,7 +117,7 @@ __device__ __forceinline__ void merge_rows(const FinishParams& params, int64_t h
     for (int i = 0; i < kMergeBatch; ++i) {
       if (first + i < count) {
         const float2 max_sum = state[(first + i) * group];
-        const float weight = exp2_fast(max_sum.x - largest);
+        const float weight = exp2_fast(max_sum.x - reference);
         total += weight * max_sum.y;
 #pragma unroll
         for (int chunk = 0; chunk < 4; ++chunk) {
@@ -129,7 +133,7 @@ __device__ __forceinline__ void merge_rows(const FinishParams& params, int64_t h
     }
   }
 
-  const float normalise = count ? 1.0f / total : 0.0f;
+  const float normalise = total == 0.0f ? 0.0f : 1.0f / total;  // NaN stays NaN
   const int64_t q_head = (head << params.log_group) + g;
   __nv_bfloat16* out = static_cast<__nv_bfloat16*>(params.out.data) +
                        token * params.out.token_stride + q_head * params.out.head_stride;
@@ -151,12 +155,13 @@ __device__ __forceinline__ void merge_rows(const FinishParams& params, int64_t h
   if (mine && quad == 0 && params.lse.data != nullptr) {
     constexpr float kLn2 = 0.69314718055994530942f;
     params.lse.data[token * params.lse.token_stride + q_head * params.lse.head_stride] =
-        count ? (largest + log2f(total)) * kLn2 : -INFINITY;
+        total == 0.0f ? -INFINITY : (reference + log2f(total)) * kLn2;
   }
 }
 
 __global__ void __launch_bounds__(kMergeWarps * 32)
     msa_sparse_prefill_merge_sm90_kernel(const __grid_constant__ FinishParams params) {
+  wait_for_previous_kernel();
   const PrefillPlan& plan = params.plan;
   const auto rows = static_cast<int32_t>(plan.tile_tokens << params.log_group);
   const int32_t parts = (rows + kMergeWarps * 8 - 1) / (kMergeWarps * 8);  // of a tile

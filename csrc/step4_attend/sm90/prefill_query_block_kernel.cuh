@@ -23,7 +23,7 @@
 //           v_full, v_empty                        the same for V
 //           q_full   1 + bytes of the tokens       q producer             consumers
 //           q_empty  12                            each consumer warp     q producer
-//           named 1  384                           all consumers, where V has unwritten rows
+//           named 1  384                           all consumers, in masked blocks
 //           A consumer that skips a block still waits for K and V before it releases them.
 // Timeline  consumer: wait K, V | S = Q K^T | k_empty | softmax, o *= | o += P V | v_empty | next
 // block
@@ -49,6 +49,7 @@ struct TileSharedStorage {
   alignas(1024) uint8_t k[kKVStages][kPageBytes];
   alignas(1024) uint8_t v[kKVStages][kPageBytes];
   alignas(1024) uint8_t q[kTileQStages][kTileQBytes];
+  uint32_t wild[kKVStages][kBlock / 32];  // rows of V with NaN or Inf, of masked blocks
   uint64_t k_full[kKVStages], k_empty[kKVStages];
   uint64_t v_full[kKVStages], v_empty[kKVStages];
   uint64_t q_full[kTileQStages], q_empty[kTileQStages];
@@ -83,9 +84,10 @@ __device__ __forceinline__ void for_query_tiles(const FinishParams& params, cons
 }
 
 // Brings the K or the V blocks of every tile; whole warp, its lanes look up 32 pages at a time.
+// With V comes `wild`, cleared; null with K.
 __device__ __forceinline__ void produce_blocks(const FinishParams& params, const CUtensorMap* map,
                                                uint8_t (*stages)[kPageBytes], uint64_t* full,
-                                               uint64_t* empty) {
+                                               uint64_t* empty, uint32_t (*wild)[kBlock / 32]) {
   const int lane = threadIdx.x % 32;
   RingPosition<kKVStages> ring;
   for_query_tiles(params, [&](int32_t index) {
@@ -100,6 +102,9 @@ __device__ __forceinline__ void produce_blocks(const FinishParams& params, const
         const int32_t block_page = __shfl_sync(kAllLanes, page, i);
         if (lane == 0) {
           barrier_wait(&empty[ring.stage], ring.phase ^ 1);
+          if (wild) {
+            for (uint32_t& rows : wild[ring.stage]) rows = 0;
+          }
           barrier_arrive_expect(&full[ring.stage], kPageBytes);
           copy_box(stages[ring.stage], map, &full[ring.stage], 0, 0, 0, tile.head, block_page);
         }
@@ -140,10 +145,10 @@ __device__ __forceinline__ void running_softmax(Accumulator& s, const int32_t (&
                                                 float scale_log2, RunningRows& rows,
                                                 uint32_t (&p)[32], float (&factor)[2]) {
   const int quad = threadIdx.x % 4;
-  if (scale_log2 < 0.0f) {
+  if (scale_log2 <= 0.0f) {  // so that the largest product is the largest logit, and -inf stays
 #pragma unroll
-    for (float& value : s) value = -value;
-    scale_log2 = -scale_log2;
+    for (float& value : s) value *= scale_log2;
+    scale_log2 = 1.0f;
   }
   if (valid[0] < kBlock || valid[1] < kBlock) {
 #pragma unroll
@@ -202,8 +207,9 @@ __device__ __forceinline__ void add_leftovers(const FinishParams& params, const 
       }
       const float2 state = params.partials.state[slot * group + row];
       const float maximum = fmaxf(rows.maximum[r], state.x);
-      const float factor = exp2_fast(rows.maximum[r] - maximum);
-      const float weight = exp2_fast(state.x - maximum);
+      const float reference = maximum == -INFINITY ? 0.0f : maximum;
+      const float factor = exp2_fast(rows.maximum[r] - reference);
+      const float weight = exp2_fast(state.x - reference);
       rows.maximum[r] = maximum;
       rows.sum[r] = rows.sum[r] * factor + weight * state.y;
 #pragma unroll
@@ -228,7 +234,7 @@ __device__ __forceinline__ void store_rows(const FinishParams& params, const Til
   const int group = 1 << params.log_group;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float normalise = rows.sum[r] > 0.0f ? 1.0f / rows.sum[r] : rows.sum[r];
+    const float normalise = rows.sum[r] == 0.0f ? 0.0f : 1.0f / rows.sum[r];  // NaN stays NaN
     const int64_t q_head = (tile.head << params.log_group) + ((warp_row + 8 * r) & (group - 1));
     __nv_bfloat16* out = static_cast<__nv_bfloat16*>(params.out.data) +
                          token[r] * params.out.token_stride + q_head * params.out.head_stride;
@@ -249,7 +255,7 @@ __device__ __forceinline__ void store_rows(const FinishParams& params, const Til
     }
     if (in_tile[r] && quad == 0 && params.lse.data != nullptr) {
       params.lse.data[token[r] * params.lse.token_stride + q_head * params.lse.head_stride] =
-          rows.maximum[r] == -INFINITY ? -INFINITY : (rows.maximum[r] + log2f(rows.sum[r])) * kLn2;
+          rows.sum[r] == 0.0f ? -INFINITY : (rows.maximum[r] + log2f(rows.sum[r])) * kLn2;
     }
   }
 }
@@ -289,8 +295,11 @@ __device__ __forceinline__ void consume_tiles(const FinishParams& params, TileSh
       const uint32_t members = current.tokens >> group_shift & ((1u << group_tokens) - 1);
       barrier_wait(&shared.k_full[kv.stage], kv.phase);
       barrier_wait(&shared.v_full[kv.stage], kv.phase);
-      const int32_t written = seq_len - current.block * kBlock;
-      if (written < kBlock) zero_unwritten_rows(shared.v[kv.stage], max(written, 0));
+      // Does the tile's first token see all of the block? Then all of them do.
+      const bool masked = first.pos - current.block * kBlock < kBlock - 1;
+      if (masked) {
+        clean_values(shared.v[kv.stage], seq_len - current.block * kBlock, shared.wild[kv.stage]);
+      }
       if (members != 0) {
         Accumulator s;
         wgmma_fence();
@@ -326,6 +335,11 @@ __device__ __forceinline__ void consume_tiles(const FinishParams& params, TileSh
         wgmma_commit();
         wgmma_wait<0>();
         hold(o);
+        if (masked) {
+          const int32_t page = page_of(params.batch, first.request, current.block);
+          add_wild_values(params.v_cache, page, tile.head, shared.wild[kv.stage], valid, o);
+          __syncwarp();
+        }
         if (lane == 0) barrier_arrive(&shared.v_empty[kv.stage]);
       } else if (lane == 0) {
         barrier_arrive(&shared.k_empty[kv.stage]);
@@ -376,14 +390,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     fence_barrier_init();
   }
   __syncthreads();
+  wait_for_previous_kernel();
 
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0);
   if (warp >= kConsumers * 4) {
     lower_registers<kTileProducerRegisters>();
     if (warp == kConsumers * 4) {
-      produce_blocks(params, &k_map, shared.k, shared.k_full, shared.k_empty);
+      produce_blocks(params, &k_map, shared.k, shared.k_full, shared.k_empty, nullptr);
     } else if (warp == kConsumers * 4 + 1) {
-      produce_blocks(params, &v_map, shared.v, shared.v_full, shared.v_empty);
+      produce_blocks(params, &v_map, shared.v, shared.v_full, shared.v_empty, shared.wild);
     } else if (warp == kConsumers * 4 + 2) {
       produce_tile_q(params, &q_map, shared);
     }

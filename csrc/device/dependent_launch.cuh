@@ -1,0 +1,36 @@
+// Kernels that follow each other in one stream (sm_90, programmatic dependent launch): the next one
+// starts while the last CTAs of the one before still run, sets itself up, and waits only before it
+// reads.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "device/cuda_errors.h"
+
+namespace msa {
+
+// Every kernel launched by launch_dependent() calls this before it touches what an earlier kernel
+// of the stream writes, or writes what one reads. Launched otherwise, it waits for nothing.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+template <typename... Params, typename... Args>
+void launch_dependent(const char* op, const char* name, void (*kernel)(Params...), int64_t grid,
+                      int threads, int shared_bytes, cudaStream_t stream, const Args&... args) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  check_cuda(op, cudaLaunchKernelEx(&config, kernel, Params(args)...), name);
+}
+
+}  // namespace msa
