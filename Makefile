@@ -8,6 +8,10 @@ BIN := $(VENV)/bin
 # Everything the tests look at: the test-only binding of host-side C++ too.
 BUILD_ENV := MSA_BUILD_TEST_INTERNALS=1
 
+# A waiting OpenMP thread sleeps instead of spinning: on a machine of few or busy cores, spinning makes
+# every small tensor operation wait for a time slice.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .PHONY: demo test setup build lint format gpu-check clean
 
 demo: build
