@@ -506,6 +506,17 @@ def test_ids_are_never_guessed_from_sizes(op):
     assert not torch.allclose(straight, turned)
 
 
+@pytest.mark.parametrize("op", ["sparse_prefill", "sparse_decode"])
+def test_rows_of_the_remap_fit_int32(op):
+    """A table so wide that (head, request, block) cannot be numbered; it takes no memory."""
+    case = make_case([(2, 300), (1, 5)])
+    wide = torch.zeros(1, 1, dtype=torch.int32).expand(2, 2**30)
+    with pytest.raises(
+        ValueError, match=rf"msa\.{op}: Hkv \* B \* max_blocks must be.*got 4294967296"
+    ):
+        getattr(msa_kernels, op)(*case.with_(block_table=wide).attend_args)
+
+
 def test_a_row_is_a_token_without_cu_seqlens():
     call = paged_call()
     call["cu_seqlens_q"] = None

@@ -73,6 +73,14 @@ void check_ids_in(const Checker& check, const TensorInfo& ids, int64_t num_heads
   check.same_device(ids, device_of);
 }
 
+// Rows and pairs of a remap are numbered by int32.
+void check_schedule_sizes(const Checker& check, const TensorInfo& ids, const TensorInfo& seq_lens,
+                          int64_t max_blocks) {
+  check.in_range("Hkv * T * K", ids.numel(), 0, kInt32Max);
+  check.in_range("Hkv * B * max_blocks", ids.size(0) * seq_lens.size(0) * max_blocks, 0,
+                 kInt32Max - 1);
+}
+
 void check_scale(const Checker& check, const TensorInfo& scale, const TensorInfo& cache,
                  int64_t num_kv_heads) {
   if (!scale.defined) return;
@@ -205,9 +213,7 @@ void check_kv_block_schedule(const TensorInfo& ids, const TensorInfo& cu_seqlens
   check_batch(check, {{}, cu_seqlens_q, seq_lens}, ids);
   check.in_range("max_blocks", max_blocks, 0, kInt32Max);
   check.in_range("max_queries_per_item", max_queries_per_item, 1, kInt32Max);
-  check.in_range("Hkv * T * K", ids.numel(), 0, kInt32Max);
-  check.in_range("Hkv * B * max_blocks", ids.size(0) * seq_lens.size(0) * max_blocks, 0,
-                 kInt32Max - 1);
+  check_schedule_sizes(check, ids, seq_lens, max_blocks);
 }
 
 void check_decode_view(const TensorInfo& ids, const BatchArgs& batch, int64_t num_pages,
@@ -228,6 +234,7 @@ void check_sparse_attend(const char* op, const TensorInfo& q, const TensorInfo& 
   check_attend(check, q, k_cache, v_cache, k_scale, v_scale, out, lse);
   check_ids_in(check, ids, k_cache.size(1), q.size(0), q);
   check_batch(check, batch, q);
+  check_schedule_sizes(check, ids, batch.seq_lens, batch.block_table.size(1));
 }
 
 void check_paged_decode(const TensorInfo& q, const TensorInfo& k_cache, const TensorInfo& v_cache,

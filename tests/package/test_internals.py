@@ -124,3 +124,41 @@ def test_items_cover_a_row_evenly(num_pairs, limit):
 def test_work_items_of_any_selection_fit(row_pairs, limit):
     items = sum(internals.row_items(n, limit) for n in row_pairs)
     assert items <= internals.max_work_items(len(row_pairs), sum(row_pairs), limit)
+
+
+@given(
+    num_tokens=st.integers(1, 100_000),
+    num_kv_heads=st.sampled_from([1, 2, 4, 8]),
+    group_size=st.sampled_from([1, 2, 4, 8, 16]),
+    topk=st.integers(1, 32),
+    budget_mib=st.sampled_from([1, 16, 256, 1024]),
+    shares=st.lists(st.floats(0, 1), min_size=1, max_size=50),
+)
+def test_rounds_hold_any_selection(num_tokens, num_kv_heads, group_size, topk, budget_mib, shares):
+    """Tiles fill the slots one after another, each as full as its share: none overflows a round."""
+    slot_bytes, budget = group_size * 264, budget_mib << 20
+    rows = num_kv_heads * 512
+    sizes = internals.prefill_sizes(
+        num_tokens, num_kv_heads, group_size, topk, rows, slot_bytes, budget
+    )
+    tile_slots = sizes["tile_tokens"] * topk
+    assert sizes["tiles"] * sizes["tile_tokens"] >= num_tokens
+    assert sizes["slots"] * slot_bytes <= max(budget, 4 * tile_slots * slot_bytes)
+    next_slot = 0
+    for tile in range(min(num_kv_heads * sizes["tiles"], 20_000)):
+        used = int(tile_slots * shares[tile % len(shares)])
+        round_, first = divmod(next_slot, sizes["round_slots"])
+        assert round_ < sizes["rounds"]
+        if used <= num_kv_heads * num_tokens * topk - next_slot:
+            assert first + used <= sizes["slots"]
+            next_slot += used
+    # All of it left over, in tiles that the last one does not fill.
+    assert sizes["rounds"] * sizes["round_slots"] >= num_kv_heads * num_tokens * topk
+
+
+def test_sizes_of_m3():
+    """8,192 tokens of M3 on one GPU: 2 GiB of partial results in rounds of 1 GiB."""
+    sizes = internals.prefill_sizes(8192, 4, 16, 16, 4 * 512, 16 * 264, 1 << 30)
+    assert sizes["tile_tokens"] == 12 and sizes["group_tokens"] == 4 and sizes["tiles"] == 683
+    assert sizes["rounds"] == 3 and sizes["slots"] == (1 << 30) // (16 * 264)
+    assert sizes["max_queries_per_item"] == 96

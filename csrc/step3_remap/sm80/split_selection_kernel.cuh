@@ -22,7 +22,6 @@
 namespace msa::split_selection::sm80 {
 
 constexpr int kThreads = 128;
-constexpr int kMaxTileTokens = 24;
 constexpr int32_t kEmpty = -1;
 
 struct SplitParams {

@@ -25,7 +25,6 @@ namespace remap = kv_block_schedule::sm80;
 namespace split = split_selection::sm80;
 
 constexpr int64_t kPartialBytesBudget = int64_t{1} << 30;
-constexpr int64_t kMaxQueriesPerItem = 96;
 
 // The plan of a call and the partial results of a round, cut from its workspace.
 struct Workspace {
@@ -41,29 +40,19 @@ Workspace cut_workspace(const SparseAttendParams& params) {
   PrefillPlan& plan = work.plan;
   const int64_t topk = params.ids.topk, heads = params.num_kv_heads;
   plan.num_tokens = params.batch.num_tokens;
-  plan.group_tokens = prefill::kTileRows / params.group_size;
-  plan.tile_tokens =
-      params.group_size >= 8 ? kTileGroups * plan.group_tokens : int64_t{split::kMaxTileTokens};
-  plan.tiles = (plan.num_tokens + plan.tile_tokens - 1) / plan.tile_tokens;
   plan.tile_capacity = 4 * topk;
   plan.num_rows = heads * params.batch.num_requests * params.batch.max_pages;
-
-  const int64_t slot_bytes = params.group_size * (kHeadDim * 2 + int64_t{sizeof(float2)});
-  const int64_t tile_slots = plan.tile_tokens * topk;
+  const PrefillSizes sizes = prefill_sizes(
+      plan.num_tokens, heads, params.group_size, topk, plan.num_rows,
+      params.group_size * (kHeadDim * 2 + int64_t{sizeof(float2)}), kPartialBytesBudget);
+  plan.tile_tokens = sizes.tile_tokens;
+  plan.group_tokens = sizes.group_tokens;
+  plan.tiles = sizes.tiles;
+  plan.rounds = sizes.rounds;
+  plan.round_slots = sizes.round_slots;
+  plan.max_queries_per_item = sizes.max_queries_per_item;
+  plan.max_items = sizes.max_items;
   const int64_t all_slots = heads * plan.num_tokens * topk;
-  int64_t slots = std::max(kPartialBytesBudget / slot_bytes, 4 * tile_slots);
-  plan.rounds = 1;
-  plan.round_slots = all_slots + 1;  // never reached: one round
-  if (all_slots > slots) {
-    plan.round_slots = slots - tile_slots;  // a round's last tile may reach past them
-    plan.rounds = (all_slots + plan.round_slots - 1) / plan.round_slots;
-  } else {
-    slots = all_slots;
-  }
-  // Small calls: items small enough that every SM finds several.
-  plan.max_queries_per_item = std::clamp<int64_t>(all_slots / (132 * 4), 16, kMaxQueriesPerItem);
-  plan.max_items =
-      max_work_items(plan.num_rows * plan.rounds, all_slots, plan.max_queries_per_item);
 
   uint8_t* const base = static_cast<uint8_t*>(params.workspace);
   int64_t offset = 0;
@@ -72,8 +61,8 @@ Workspace cut_workspace(const SparseAttendParams& params) {
     array = reinterpret_cast<Element*>(base + offset);
     offset += (count * int64_t{sizeof(Element)} + 255) / 256 * 256;
   };
-  take(work.partials.out, slots * params.group_size * kHeadDim);
-  take(work.partials.state, slots * params.group_size);
+  take(work.partials.out, sizes.slots * params.group_size * kHeadDim);
+  take(work.partials.state, sizes.slots * params.group_size);
   take(plan.tile_blocks, heads * plan.tiles);
   take(plan.tile_round, heads * plan.tiles);
   take(plan.tile_list, heads * plan.tiles * plan.tile_capacity);

@@ -14,7 +14,7 @@ namespace msa::sparse_prefill::sm90 {
 
 constexpr int kConsumers = 3;                     // warpgroups of 64 rows each
 constexpr int kThreads = (kConsumers + 1) * 128;  // and one of producers
-constexpr int kTileRows = 64;                     // rows of a consumer's tile: 64 / G tokens
+constexpr int kTileRows = kGroupRows;             // rows of a consumer's tile: 64 / G tokens
 constexpr int kKVStages = 2;
 constexpr int kQStagesPerConsumer = 2;  // a q stage belongs to one warpgroup
 constexpr int kQStages = kConsumers * kQStagesPerConsumer;
