@@ -5,8 +5,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Everything the tests look at: the test-only binding of host-side C++ too.
-BUILD_ENV := MSA_BUILD_TEST_INTERNALS=1
 
 # A waiting OpenMP thread sleeps instead of spinning: on a machine of few or busy cores, spinning makes
 # every small tensor operation wait for a time slice.
@@ -17,7 +15,9 @@ export OMP_WAIT_POLICY ?= PASSIVE
 demo: build
 	$(BIN)/python -m examples.m3_serving.demo
 
-test: build
+# With the test-only binding of host-side C++.
+test: setup
+	MSA_BUILD_TEST_INTERNALS=1 $(BIN)/python setup.py --quiet build_ext --inplace
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 setup: $(VENV)/.ready
@@ -27,22 +27,24 @@ $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet --group dev
-	$(BUILD_ENV) $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $@
 
 # Incremental: compiles what changed since the last build.
 build: setup
-	$(BUILD_ENV) $(BIN)/python setup.py --quiet build_ext --inplace
+	$(BIN)/python setup.py --quiet build_ext --inplace
+
+CXX_FILES := csrc tests/cpp -regextype egrep -regex '.*\.(h|cpp|cu|cuh|inc)'
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*' 'tests/cpp/*' | grep -E '\.(h|cpp|cu|cuh|inc)$$')
+	find $(CXX_FILES) | xargs -d '\n' $(BIN)/clang-format --dry-run --Werror
 
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(git ls-files 'csrc/*' 'tests/cpp/*' | grep -E '\.(h|cpp|cu|cuh|inc)$$')
+	find $(CXX_FILES) | xargs -d '\n' $(BIN)/clang-format -i
 
 # On a machine with a GPU: the GPU tests, then a short benchmark; log and results in OUT.
 # MSA_PYTHON: the Python that has a CUDA build of torch; the libraries must be built.

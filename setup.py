@@ -1,27 +1,29 @@
 """Builds the two libraries of msa_kernels with ninja and puts them into the package.
 
-    msa_kernels/lib/libmsa_ops.so    schemas, input checks, CPU kernels: needs a C++17 compiler only
+    msa_kernels/lib/libmsa_ops.so    schemas, input checks, CPU kernels: needs g++ 12 or newer
     msa_kernels/lib/libmsa_cuda.so   the CUDA kernels: needs nvcc and the CUTLASS headers
 
-Both use libtorch's stable ABI alone: they serve every torch from TORCH_TARGET on and any Python.
-The CUDA library is built where torch has CUDA and nvcc is found, or on request. Objects stay in
-build/native/, so a rebuild compiles only what changed.
+Both use libtorch's stable ABI alone: they serve every torch from TORCH_TARGET on, any Python. The
+CUDA library is built where torch has CUDA and nvcc is found, or on request. Objects stay in
+build/native/, a folder a torch, so a rebuild compiles only what changed.
 
 Environment:
-    MSA_BUILD_CUDA        1: build the CUDA library, fail when that is not possible; 0: never build
-    it; unset: as above MSA_CUDA_ARCHS        comma-separated, default 80,90a,100a,120a; sm80/
-    folders are compiled for all of them (and
-                          as PTX of the lowest), sm90/ folders for 90a
-    MSA_BUILD_TEST_INTERNALS  1: also build tests/_internals, the test-only binding of host-side C++
-    (needs pybind11) CUTLASS_DIR           a folder with include/cutlass, before third_party/cutlass
-    and the PyPI package CUDA_HOME             the CUDA toolkit; default: where nvcc lies
-    CXX                   the C++ compiler, default g++
-    MAX_JOBS              parallel compile jobs, default: the CPU count
+    MSA_BUILD_CUDA            1: build the CUDA library, or fail; 0: never; unset: as above
+    MSA_CUDA_ARCHS            comma-separated, default 80,90a,100a,120a; sm80/ folders are compiled
+                              for all of them (and as PTX of the lowest), sm90/ folders for 90a
+    MSA_BUILD_TEST_INTERNALS  1: also build tests/_internals, the test-only binding of host-side
+                              C++ (needs pybind11 and Python's headers)
+    MSA_WERROR                1: compiler warnings are errors
+    CUTLASS_DIR               a folder with include/cutlass, before third_party/cutlass and PyPI's
+    CUDA_HOME                 the CUDA toolkit; default: the one that nvcc on PATH names
+    CXX                       the C++ compiler, default g++
+    MAX_JOBS                  parallel compile jobs, default: the CPU count
 """
 
-import importlib.metadata
+import hashlib
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -34,7 +36,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
 CSRC = ROOT / "csrc"
-BUILD = ROOT / "build" / "native"
+MIN_GCC = 12  # __builtin_shufflevector in the CPU kernels
 TORCH_TARGET = (2, 11)
 DEFAULT_CUDA_ARCHS = "80,90a,100a,120a"
 CUTLASS_PYPI = "nvidia-cutlass==4.2.0.0"
@@ -112,6 +114,29 @@ def find_cuda(torch_has_cuda: bool) -> Path | None:
     return None
 
 
+def find_compiler() -> str:
+    """The C++ compiler as a command line."""
+    compiler = os.environ.get("CXX") or "g++"
+    try:
+        run = subprocess.run(
+            [*shlex.split(compiler), "-dumpfullversion", "-dumpversion", "--version"],
+            capture_output=True,
+            text=True,
+        )
+    except OSError:
+        raise SystemExit(
+            f"msa_kernels: the C++ compiler {compiler!r} was not found; install g++ {MIN_GCC} or "
+            "newer, or set CXX"
+        ) from None
+    version = run.stdout.split("\n")[0].split(".")[0]
+    if "clang" not in run.stdout and version.isdigit() and int(version) < MIN_GCC:
+        raise SystemExit(
+            f"msa_kernels: g++ must be at least {MIN_GCC}, got {version} ({compiler!r}); install "
+            "a newer one and name it by CXX"
+        )
+    return compiler
+
+
 def git_commit() -> str:
     """The commit of the sources, '+' where they have been changed, 'unknown' outside a checkout."""
     try:
@@ -134,6 +159,11 @@ def write_if_changed(path: Path, text: str) -> None:
         path.write_text(text)
 
 
+def flag(name: str, value: Path | str) -> str:
+    """A compiler flag with a path, which may hold spaces."""
+    return name + shlex.quote(str(value))
+
+
 class NinjaFile:
     """build.ninja of the libraries: compile rules by folder, one link edge a library."""
 
@@ -142,15 +172,24 @@ class NinjaFile:
         from ninja import ninja_syntax
 
         self.torch_dir, torch_version, torch_has_cuda = find_torch()
+        self.compiler = find_compiler()
+        # A folder a torch: objects know the headers they came from, and no build undoes another's.
+        torch_key = hashlib.sha256(f"{self.torch_dir} {torch_version}".encode()).hexdigest()[:8]
+        self.build = ROOT / "build" / "native" / f"torch-{torch_version}-{torch_key}"
         self.cuda_home = find_cuda(torch_has_cuda)
         self.archs = [
             a.strip() for a in (os.environ.get("MSA_CUDA_ARCHS") or DEFAULT_CUDA_ARCHS).split(",")
         ]
-        self.path = BUILD / "build.ninja"
+        if self.cuda_home and "90a" not in self.archs:
+            raise SystemExit(
+                "msa_kernels: MSA_CUDA_ARCHS must contain 90a, which the sm90/ kernels are for, "
+                f"got {','.join(self.archs)}"
+            )
+        self.path = self.build / "build.ninja"
         self.outputs: list[Path] = []
-        BUILD.mkdir(parents=True, exist_ok=True)
+        self.build.mkdir(parents=True, exist_ok=True)
         write_if_changed(
-            BUILD / "include" / "build_config.h",
+            self.build / "include" / "build_config.h",
             "// Generated by setup.py.\n#pragma once\n"
             f'#define MSA_VERSION "{version}"\n'
             f'#define MSA_GIT_COMMIT "{git_commit()}"\n'
@@ -158,33 +197,32 @@ class NinjaFile:
             f'#define MSA_TORCH_HEADERS "{torch_version}"\n'
             f'#define MSA_CUDA_ARCHS "{",".join(self.archs)}"\n',
         )
-        with open(BUILD / "build.ninja.new", "w") as file:
+        with open(self.build / "build.ninja.new", "w") as file:
             self.writer = ninja_syntax.Writer(file, width=110)
             self._write()
-        write_if_changed(self.path, (BUILD / "build.ninja.new").read_text())
+        write_if_changed(self.path, (self.build / "build.ninja.new").read_text())
 
     def _write(self) -> None:
         writer = self.writer
         torch_include = self.torch_dir / "include"
         includes = [
-            f"-I{CSRC}",
-            f"-I{BUILD / 'include'}",
-            f"-isystem {torch_include}",
-            f"-isystem {torch_include / 'torch' / 'csrc' / 'api' / 'include'}",
+            flag("-I", CSRC),
+            flag("-I", self.build / "include"),
+            flag("-isystem ", torch_include),
+            flag("-isystem ", torch_include / "torch" / "csrc" / "api" / "include"),
         ]
         target = f"0x{TORCH_TARGET[0]:02x}{TORCH_TARGET[1]:02x}{0:012x}"
         # Relative file names in messages and __FILE__, wherever the checkout lies.
-        prefix_map = f"-ffile-prefix-map={ROOT}=."
+        prefix_map = flag("-ffile-prefix-map=", f"{ROOT}=.")
         common = ["-std=c++17", "-O3", *includes, f"-DTORCH_TARGET_VERSION={target}"]
-        host = ["-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", prefix_map]
+        host = ["-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"]
+        warnings = ["-Wall", "-Wextra", *(["-Werror"] if env_flag("MSA_WERROR") else [])]
         writer.variable("ninja_required_version", "1.10")
-        writer.variable(
-            "builddir", str(BUILD)
-        )  # where ninja keeps its log, else the folder it runs in
-        writer.variable("cxx", os.environ.get("CXX") or "g++")
-        writer.variable(
-            "cxxflags", " ".join([*common, *host, "-fopenmp-simd", "-Wall", "-Wextra", "-Werror"])
-        )
+        # Where ninja keeps its log; else the folder that it runs in.
+        writer.variable("builddir", str(self.build))
+        writer.variable("cxx", self.compiler)
+        cxx_flags = [*common, *host, prefix_map, "-fopenmp-simd", *warnings]
+        writer.variable("cxxflags", " ".join(cxx_flags))
         writer.rule(
             "cxx",
             "$cxx -MMD -MF $out.d $cxxflags $defines -c $in -o $out",
@@ -195,8 +233,8 @@ class NinjaFile:
         writer.rule("link", "$cxx -shared $in -o $out $libs", description="LINK $out")
         # No run path is needed: torch is in the process before a library of ours is loaded.
         torch_libs = (
-            f"-L{self.torch_dir / 'lib'} "
-            "-Wl,--no-as-needed -ltorch -ltorch_cpu -lc10 -Wl,--as-needed"
+            flag("-L", self.torch_dir / "lib")
+            + " -Wl,--no-as-needed -ltorch -ltorch_cpu -lc10 -Wl,--as-needed"
         )
 
         sources = sorted(CSRC.rglob("*.cpp"))
@@ -213,16 +251,19 @@ class NinjaFile:
 
         if self.cuda_home:
             cutlass = find_cutlass()
-            cuda_include = f"-isystem {self.cuda_home / 'include'} -isystem {cutlass}"
+            cuda_include = (
+                flag("-isystem ", self.cuda_home / "include") + " " + flag("-isystem ", cutlass)
+            )
             defines = f"-DMSA_DISPATCH_KEY=CUDA -DMSA_BACKEND_CUDA -DUSE_CUDA {cuda_include}"
-            writer.variable("nvcc", str(self.cuda_home / "bin" / "nvcc"))
+            writer.variable("nvcc", shlex.quote(str(self.cuda_home / "bin" / "nvcc")))
+            host_compiler = shlex.split(self.compiler)[-1]  # behind ccache and the like
             nvcc_flags = [
                 *common,
                 "--expt-relaxed-constexpr",
                 "-lineinfo",
                 "-Xptxas=-warn-spills,-warn-lmem-usage",
                 f"-Xcompiler={','.join([*host, '-Wall'])}",
-                f"-ccbin=$cxx {cuda_include}",
+                f"-ccbin={shlex.quote(host_compiler)} {cuda_include}",
             ]
             writer.variable("nvccflags", " ".join(nvcc_flags))
             writer.rule(
@@ -237,7 +278,9 @@ class NinjaFile:
                 for s in [*shared, CSRC / "host" / "cuda_not_built.cpp"]
             ]
             objects += [self._nvcc(s) for s in sorted(CSRC.rglob("*.cu"))]
-            folders = f"-L{self.cuda_home / 'lib64'} -L{self.cuda_home / 'lib'}"
+            folders = (
+                flag("-L", self.cuda_home / "lib64") + " " + flag("-L", self.cuda_home / "lib")
+            )
             cudart = f"{folders} -lcudart_static -lrt -lpthread -ldl"
             self._library("libmsa_cuda.so", objects, f"{torch_libs} {cudart}")
 
@@ -245,7 +288,7 @@ class NinjaFile:
             self._test_internals()
 
     def _cxx(self, source: Path, folder: str, defines: str) -> str:
-        target = str(BUILD / folder / source.relative_to(ROOT).with_suffix(".o"))
+        target = str(self.build / folder / source.relative_to(ROOT).with_suffix(".o"))
         self.writer.build(target, "cxx", str(source), variables={"defines": defines})
         return target
 
@@ -257,12 +300,12 @@ class NinjaFile:
         if source.parent.name == "sm80":
             lowest = min(archs, key=lambda arch: int(arch.rstrip("af")))
             gencode.append(f"-gencode=arch=compute_{lowest},code=compute_{lowest}")
-        target = str(BUILD / "cuda" / source.relative_to(ROOT).with_suffix(".o"))
+        target = str(self.build / "cuda" / source.relative_to(ROOT).with_suffix(".o"))
         self.writer.build(target, "nvcc", str(source), variables={"gencode": " ".join(gencode)})
         return target
 
     def _library(self, name: str, objects: list[str], libs: str) -> None:
-        output = BUILD / "lib" / name
+        output = self.build / "lib" / name
         # Hidden static symbols of the linked archives too: torch's CUDA runtime must not find ours.
         libs = f"{libs} -Wl,--exclude-libs,ALL"
         self.writer.build(str(output), "link", objects, variables={"libs": libs})
@@ -272,9 +315,8 @@ class NinjaFile:
         import pybind11
 
         python_include = sysconfig.get_path("include")
-        defines = (
-            f"-isystem {pybind11.get_include()} -isystem {python_include} -DMSA_DISPATCH_KEY=CPU"
-        )
+        includes = [flag("-isystem ", path) for path in (pybind11.get_include(), python_include)]
+        defines = " ".join([*includes, "-DMSA_DISPATCH_KEY=CPU"])
         sources = [ROOT / "tests" / "cpp" / "internals.cpp", CSRC / "host" / "tensor_info.cpp"]
         sources += [
             *sorted((CSRC / "checks").glob("*.cpp")),

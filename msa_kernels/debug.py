@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .pipeline import Batch
 from .positions import BLOCK, visible_blocks
 
 
@@ -25,7 +26,7 @@ def check_ids(ids: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor) -> None:
     Cost:
         One pass over ids on the device, a sort of each row.
     Source:
-        docs/debugging.md.
+        docs/numerics.md, "What is bounded, not checked".
     """
     if ids.dim() != 3 or ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -53,6 +54,45 @@ def check_ids(ids: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor) -> None:
         )
 
 
+def check_batch(batch: Batch, num_tokens: int) -> None:
+    """Raises unless the host integers of a batch agree with its lengths on the device.
+
+    Args:
+        batch: the batch of a step.
+        num_tokens: T, rows of q, padding included.
+
+    Raises:
+        ValueError: cu_seqlens_q does not begin with 0, falls, or ends past T; num_decode_tokens is
+            not cu_seqlens_q[num_decode_requests]; a request has more new tokens than tokens.
+
+    Notes:
+        Synchronises.
+    Cost:
+        Reads the lengths back to the host.
+    Source:
+        docs/numerics.md, "What is bounded, not checked".
+    """
+    op = "msa.check_batch"
+    starts, lengths = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
+    if starts[0] != 0 or starts != sorted(starts) or starts[-1] > num_tokens:
+        raise ValueError(
+            f"{op}: cu_seqlens_q must begin with 0, not fall, and end at most at {num_tokens}, "
+            f"got {starts}"
+        )
+    if batch.num_decode_tokens != starts[batch.num_decode_requests]:
+        raise ValueError(
+            f"{op}: num_decode_tokens must be cu_seqlens_q[{batch.num_decode_requests}] = "
+            f"{starts[batch.num_decode_requests]}, got {batch.num_decode_tokens}"
+        )
+    for request, length in enumerate(lengths):
+        new_tokens = starts[request + 1] - starts[request]
+        if length < new_tokens:
+            raise ValueError(
+                f"{op}: seq_lens must count the new tokens too, expected at least {new_tokens} "
+                f"for request {request}, got {length}"
+            )
+
+
 def check_block_table(block_table: Tensor, seq_lens: Tensor, num_pages: int) -> None:
     """Raises unless the table names a page of the cache for every block that a request has.
 
@@ -72,7 +112,7 @@ def check_block_table(block_table: Tensor, seq_lens: Tensor, num_pages: int) -> 
     Cost:
         One pass over the table on the device.
     Source:
-        docs/debugging.md.
+        docs/numerics.md, "What is bounded, not checked".
     """
     op = "msa.check_block_table"
     if block_table.dim() != 2 or block_table.dtype != torch.int32:

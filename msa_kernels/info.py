@@ -3,7 +3,9 @@ is missing."""
 
 import argparse
 import json
+import os
 import platform
+import sys
 
 import torch
 
@@ -89,4 +91,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

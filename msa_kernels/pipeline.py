@@ -1,14 +1,13 @@
 """The attention of one layer, step by step: the file to read first.
 
-    write_cache -> select_blocks (score + select) -> sparse_prefill | sparse_decode      MSA layers
-    write_cache -> paged_decode over the whole block table                               dense
-    layers
+    MSA layers    write_cache -> select_blocks (score + select) -> sparse_prefill | sparse_decode
+    dense layers  write_cache -> paged_decode over the whole block table
 
 `PagedCache` is one layer's cache, `Batch` says which tokens of which requests this step holds; a
 batch is made once a step and serves every layer.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -98,12 +97,17 @@ def msa_attention(
 
     Notes:
         See the operators for ties, padding, empty rows and determinism. No synchronisation; a CUDA
-        graph captures it.
+        graph captures it. `num_decode_tokens` must be cu_seqlens_q[num_decode_requests]: it is not
+        compared, which would synchronise (`msa_kernels.debug.check_batch` does). An error of a
+        later step leaves the new tokens written: the call may be repeated.
     Cost:
         The sum of its operators'.
     Source:
         docs/dataflow.md.
     """
+    parts = _split(batch, q.size(0))
+    if cache.index_k is None:
+        raise ValueError("msa.msa_attention: cache.index_k must be a tensor, got None")
     write_cache(
         k,
         v,
@@ -128,7 +132,7 @@ def msa_attention(
         max_seqlen_k=batch.max_seqlen_k,
     )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    for attend, requests, tokens in _split(batch, q.size(0)):
+    for attend, requests, tokens in parts:
         cu_seqlens_q = batch.cu_seqlens_q[requests.start : requests.stop + 1]
         attend(
             q[tokens],
@@ -149,13 +153,23 @@ def msa_attention(
 
 
 def _split(batch: Batch, num_tokens: int):
-    """(operator, requests, tokens) of the decode part and of the prefill part, leaving out an empty
-    one.
+    """(operator, requests, tokens) of the decode part and of the prefill part, without empty ones.
 
     Padding rows stand at the end and go with the last part, which zeroes them.
     """
     num_requests = batch.seq_lens.size(0)
     requests, tokens = batch.num_decode_requests, batch.num_decode_tokens
+    if not 0 <= requests <= num_requests or not 0 <= tokens <= num_tokens:
+        raise ValueError(
+            "msa.msa_attention: batch.num_decode_requests and num_decode_tokens must be from 0 to "
+            f"the batch's {num_requests} requests and {num_tokens} tokens, "
+            f"got {requests} and {tokens}"
+        )
+    if requests == 0 and tokens > 0:
+        raise ValueError(
+            "msa.msa_attention: batch.num_decode_tokens must be 0 without decode requests, "
+            f"got {tokens}"
+        )
     if requests == num_requests:
         return [(sparse_decode, slice(0, num_requests), slice(0, num_tokens))]
     prefill = (sparse_prefill, slice(requests, num_requests), slice(tokens, num_tokens))
@@ -211,7 +225,7 @@ def dense_attention(
         k_scale=cache.k_scale,
         v_scale=cache.v_scale,
     )
-    return paged_decode(
+    result = paged_decode(
         q,
         cache.k,
         cache.v,
@@ -225,3 +239,4 @@ def dense_attention(
         max_seqlen_k=batch.max_seqlen_k,
         out=out,
     )
+    return cast(Tensor, result)  # without return_lse

@@ -2,17 +2,27 @@
 
 import json
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from . import _load
 
-# Compute capabilities (major, minor) that a kernel folder runs on: at least, and below.
-_ARCH_RANGE = {"sm80": ((8, 0), (100, 0)), "sm90": ((9, 0), (9, 1))}
+
+def _runs_on(arch: str, capability: tuple[int, int], cuda_archs: str) -> bool:
+    """Whether the kernels of a folder run on a compute capability (major, minor).
+
+    sm90 kernels are compiled for 9.0 alone; sm80 ones for each of `cuda_archs` ("80,90a,..."), and
+    as PTX of the lowest, which the driver compiles for any later GPU.
+    """
+    if arch == "sm90":
+        return capability == (9, 0)
+    lowest = min(int(name.rstrip("af")) for name in cuda_archs.split(","))
+    return capability[0] * 10 + capability[1] >= lowest
 
 
 @lru_cache
-def build_info() -> dict[str, dict | None]:
+def build_info() -> dict[str, Any]:
     """What the loaded libraries contain.
 
     Returns:
@@ -44,19 +54,23 @@ def is_supported(
         (True, "cpu" | "sm80" | "sm90") or (False, reason).
 
     Raises:
-        ValueError: no operator has that name.
+        ValueError: no operator has that name, or torch knows no such device.
     """
     info = build_info()
     if op not in {kernel["op"] for kernel in info["cpu"]["kernels"]}:
         raise ValueError(f"msa.is_supported: op must be the name of an operator, got {op!r}")
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"msa.is_supported: device must name one, got {device!r}") from error
     if device.type not in ("cpu", "cuda"):
         return False, f"msa_kernels runs on cpu and cuda devices, not on {device.type}"
     if device.type == "cuda" and info["cuda"] is None:
         return False, str(_load.cuda_unavailable_reason)
     if device.type == "cuda" and not torch.cuda.is_available():
         return False, "torch finds no CUDA device"
-    kernels = [k for k in info[device.type]["kernels"] if k["op"] == op]
+    build = info[device.type]
+    kernels = [k for k in build["kernels"] if k["op"] == op]
     if not kernels:
         return False, f"no {device.type} kernel of {op} is in this build"
     names = [str(d).removeprefix("torch.") for d in (dtype, cache_dtype or dtype)]
@@ -70,7 +84,6 @@ def is_supported(
         return True, "cpu"
     capability = torch.cuda.get_device_capability(device)
     for kernel in reversed(fitting):  # later lines of a list are for newer architectures
-        low, below = _ARCH_RANGE[kernel["arch"]]
-        if low <= capability < below:
+        if _runs_on(kernel["arch"], capability, build["cuda_archs"]):
             return True, kernel["arch"]
     return False, f"no kernel of {op} runs on compute capability {capability[0]}.{capability[1]}"

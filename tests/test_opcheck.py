@@ -64,13 +64,13 @@ def calls(strided):
         yield name, op.default, case.attend_args, {}
         yield f"{name} with LSE", op.default, case.attend_args, {"return_lse": True}
         yield f"{name}, FP8", op.default, fp8.attend_args, fp8.scales
-        yield f"{name}.out", op.out, case.attend_args, {"out": out, "lse": lse}
-        yield f"{name}.out, no LSE", op.out, case.attend_args, {"out": out}
+        yield f"{name}.out", op.out, case.attend_args, {"output": out, "lse": lse}
+        yield f"{name}.out, no LSE", op.out, case.attend_args, {"output": out}
     yield "paged_decode", ops.paged_decode.default, paged, {**cu, "return_lse": True}
     yield "paged_decode by row", ops.paged_decode.default, by_row, {}
-    yield "paged_decode.out", ops.paged_decode.out, paged, {**cu, "out": out, "lse": lse}
+    yield "paged_decode.out", ops.paged_decode.out, paged, {**cu, "output": out, "lse": lse}
     yield "merge_lse", ops.merge_lse.default, (outs, lses), {}
-    yield "merge_lse.out", ops.merge_lse.out, (outs, lses), {"out": merged, "lse": merged_lse}
+    yield "merge_lse.out", ops.merge_lse.out, (outs, lses), {"output": merged, "lse": merged_lse}
     yield "merge_lse.parts", ops.merge_lse.parts, (list(outs), list(lses)), {}
     for name, x in (("write_cache", case), ("write_cache, FP8", fp8)):
         new = copied_caches(x, "zero")
@@ -142,10 +142,8 @@ def compiled(function):
 def test_compile_each_operator(name, strided):
     (call,) = (rest for this, *rest in calls(strided) if this == name)
     overload, args, kwargs = call
-    if "out" in kwargs:  # torch.compile takes no strided tensor for an argument of this name
-        kwargs["out"] = kwargs["out"].contiguous()
     want = overload(*args, **kwargs)
-    written = {k: v.clone() for k, v in kwargs.items() if k in ("out", "lse", "ids", "scores")}
+    written = {k: v.clone() for k, v in kwargs.items() if k in ("output", "lse", "ids", "scores")}
 
     def run(args, kwargs):
         return overload(*args, **kwargs)
@@ -159,6 +157,67 @@ def test_compile_each_operator(name, strided):
         many = isinstance(want, (tuple, list))
         for a, b in zip(got if many else (got,), want if many else (want,), strict=True):
             assert same_bits(a, b) and a.stride() == b.stride()
+
+
+def public_calls(case):
+    """(name, call without arguments) of the public functions, as a model would call them."""
+    tokens = case.q.size(0)
+    out = torch.empty(tokens, 2 * case.q.size(1), D, dtype=case.q.dtype)[:, ::2]  # strided
+    lse = torch.empty(tokens, case.q.size(1))
+    parts = case.q.float().expand(3, *case.q.shape), torch.zeros(3, *case.q.shape[:2])
+    visible = msa_kernels.visible_blocks(case.cu_seqlens_q, case.seq_lens, tokens)
+    yield "index_score", lambda: msa_kernels.index_score(*case.index_args)
+    yield "select_blocks", lambda: msa_kernels.select_blocks(*case.index_args)
+    yield (
+        "topk_blocks",
+        lambda: msa_kernels.topk_blocks(msa_kernels.index_score(*case.index_args), visible),
+    )
+    yield (
+        "kv_block_schedule",
+        lambda: tuple(
+            msa_kernels.kv_block_schedule(case.ids, case.cu_seqlens_q, case.seq_lens, 64)
+        ),
+    )
+    yield (
+        "decode_view",
+        lambda: tuple(msa_kernels.decode_view(case.ids, *case.batch, case.k_cache, case.v_cache)),
+    )
+    for name in ("sparse_prefill", "sparse_decode"):
+        function = getattr(msa_kernels, name)
+        yield name, lambda f=function: f(*case.attend_args, scale=0.1, return_lse=True)
+        yield f"{name}, out", lambda f=function: f(*case.attend_args, out=out, lse=lse)
+    yield (
+        "paged_decode",
+        lambda: msa_kernels.paged_decode(
+            case.q,
+            case.k_cache,
+            case.v_cache,
+            case.block_table,
+            case.seq_lens,
+            cu_seqlens_q=case.cu_seqlens_q,
+        ),
+    )
+    yield "merge_lse", lambda: msa_kernels.merge_lse(*parts)
+    yield (
+        "merge_lse of separate parts",
+        lambda: msa_kernels.merge_lse(list(parts[0].contiguous()), list(parts[1])),
+    )
+    yield (
+        "visible_blocks",
+        lambda: msa_kernels.visible_blocks(case.cu_seqlens_q, case.seq_lens, tokens),
+    )
+
+
+@pytest.mark.parametrize("layout", ["hnd", "nhd"])
+@pytest.mark.parametrize("name", [name for name, _ in public_calls(make_case("mixed"))])
+def test_compile_each_public_function(name, layout):
+    """fullgraph and dynamic: the Python around the operators must be traceable too."""
+    for batch in ("mixed", "verify"):
+        call = dict(public_calls(make_case(batch, layout=layout)))[name]
+        want = [x.clone() for x in torch.utils._pytree.tree_leaves(call())]
+        got = torch.utils._pytree.tree_leaves(compiled(call)())
+        for a, b in zip(got, want, strict=True):
+            assert same_bits(a, b)
 
 
 def msa_step(case, caches, out=None):

@@ -1,18 +1,16 @@
 """How close is close enough: the one policy of all numeric tests.
 
 An operator may be as wrong as PyTorch is when it computes the same in the operator's dtype, twice
-over, plus a
-floor: what rounding the exact result to that dtype costs, and what an FP32 sum of the inputs' size
-can lose. All of it is measured on the same inputs against the FP64 reference, so that no constant
-has to fit every shape: an attention's floor is eps * |largest LSE| * |largest output|, a score's
-eps * |q| * |k|. On top:
+over, plus a floor: what rounding the exact result to that dtype costs, and what an FP32 sum of the
+inputs' size can lose. All of it is measured on the same inputs against the FP64 reference, so that
+no constant has to fit every shape: an attention's floor is eps * |largest LSE| * |largest output|,
+a score's eps * |q| * |k|. On top:
 
 - Inf and NaN stand where the reference has them.
 - LSE: abs 1e-6 or rel 3e-5, whichever is larger.
 - Ids: exactly equal. Only where the operator's own arithmetic could turn two scores around, that is
-where the
-  exact scores of the exchanged blocks differ by less than FP32 accumulation can err, is an exchange
-  taken; it is reported, and rare.
+  where the exact scores of the exchanged blocks differ by less than FP32 accumulation can err, is
+  an exchange taken; it is reported, and rare.
 - Quantised caches: compared on the quantised numbers.
 """
 

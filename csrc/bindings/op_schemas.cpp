@@ -2,7 +2,8 @@
 //
 // Letters are those of docs/glossary.md. Shapes below are [logical axes]; strides are free wherever
 // the public docstring (msa_kernels/ops/) says so. Optional integers are host hints: they may
-// choose a kernel or size a grid, never a result.
+// choose a kernel or size a grid, never a result. Written arguments are not called `out`:
+// torch.compile refuses a strided tensor under that name.
 //
 //   index_q       [T, Hi, Di]           q        [T, Hq, D]
 //   index_k_cache [pages, 128, Di]      k_cache  [pages, Hkv, 128, D]   v_cache likewise
@@ -67,7 +68,7 @@ STABLE_TORCH_LIBRARY(msa, m) {
       "sparse_prefill.out(Tensor q, Tensor k_cache, Tensor v_cache, Tensor ids, "
       "Tensor block_table, Tensor cu_seqlens_q, Tensor seq_lens, *, float? scale=None, "
       "Tensor? k_scale=None, Tensor? v_scale=None, int? max_seqlen_q=None, "
-      "int? max_seqlen_k=None, Tensor(a!) out, Tensor(b!)? lse=None) -> ()");
+      "int? max_seqlen_k=None, Tensor(a!) output, Tensor(b!)? lse=None) -> ()");
   m.def(
       "sparse_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor ids, Tensor block_table, "
       "Tensor cu_seqlens_q, Tensor seq_lens, *, float? scale=None, Tensor? k_scale=None, "
@@ -77,7 +78,7 @@ STABLE_TORCH_LIBRARY(msa, m) {
       "sparse_decode.out(Tensor q, Tensor k_cache, Tensor v_cache, Tensor ids, "
       "Tensor block_table, Tensor cu_seqlens_q, Tensor seq_lens, *, float? scale=None, "
       "Tensor? k_scale=None, Tensor? v_scale=None, int? max_seqlen_q=None, "
-      "int? max_seqlen_k=None, Tensor(a!) out, Tensor(b!)? lse=None) -> ()");
+      "int? max_seqlen_k=None, Tensor(a!) output, Tensor(b!)? lse=None) -> ()");
   // page_table [R, pages] i32, kv_lens [R] i32: a row is one token (no cu_seqlens_q), or one
   // request.
   m.def(
@@ -90,11 +91,11 @@ STABLE_TORCH_LIBRARY(msa, m) {
       "paged_decode.out(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, "
       "Tensor kv_lens, *, Tensor? cu_seqlens_q=None, float? scale=None, Tensor? k_scale=None, "
       "Tensor? v_scale=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
-      "Tensor(a!) out, Tensor(b!)? lse=None) -> ()");
+      "Tensor(a!) output, Tensor(b!)? lse=None) -> ()");
 
   // step 5, merge: outs [P, T, H, D], lses f32 [P, T, H] -> (out [T, H, D], lse f32 [T, H]).
   m.def("merge_lse(Tensor outs, Tensor lses) -> (Tensor, Tensor)");
-  m.def("merge_lse.out(Tensor outs, Tensor lses, *, Tensor(a!) out, Tensor(b!) lse) -> ()");
+  m.def("merge_lse.out(Tensor outs, Tensor lses, *, Tensor(a!) output, Tensor(b!) lse) -> ()");
   // The same for parts that do not lie in one tensor: P times [T, H, D] and [T, H].
   m.def("merge_lse.parts(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)");
 

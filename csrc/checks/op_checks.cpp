@@ -1,5 +1,6 @@
 #include "checks/op_checks.h"
 
+#include <algorithm>
 #include <string>
 
 #include "checks/tensor_checks.h"
@@ -77,8 +78,13 @@ void check_ids_in(const Checker& check, const TensorInfo& ids, int64_t num_heads
 void check_schedule_sizes(const Checker& check, const TensorInfo& ids, const TensorInfo& seq_lens,
                           int64_t max_blocks) {
   check.in_range("Hkv * T * K", ids.numel(), 0, kInt32Max);
-  check.in_range("Hkv * B * max_blocks", ids.size(0) * seq_lens.size(0) * max_blocks, 0,
-                 kInt32Max - 1);
+  // By division: a table expanded from one entry is as wide as it likes, and the product could
+  // wrap.
+  const int64_t head_requests = ids.size(0) * seq_lens.size(0);
+  if (head_requests > 0 && max_blocks > (kInt32Max - 1) / head_requests) {
+    check.fail("Hkv * B * max_blocks", concat("at most ", kInt32Max - 1),
+               concat(ids.size(0), " * ", seq_lens.size(0), " * ", max_blocks));
+  }
 }
 
 void check_scale(const Checker& check, const TensorInfo& scale, const TensorInfo& cache,
@@ -90,7 +96,7 @@ void check_scale(const Checker& check, const TensorInfo& scale, const TensorInfo
   }
   check.dtype(scale, {DType::kFloat32});
   const bool one = scale.numel() == 1;
-  const bool per_head = scale.dims == 1 && scale.size(0) == num_kv_heads;
+  const bool per_head = scale.dims == 1 && scale.size(0) == num_kv_heads && num_kv_heads > 0;
   if (!one && !per_head) {
     check.fail(scale.name, concat("of 1 element or [Hkv] = [", num_kv_heads, "]"),
                shape_text(scale.sizes.data(), scale.dims));
@@ -149,6 +155,7 @@ void check_write_cache(const TensorInfo& k, const TensorInfo& v, const TensorInf
   check.dtype(k, {DType::kFloat32, DType::kBFloat16});
   check_rows(check, k, "[T, Hkv, D]", {kAnySize, kAnySize, kHeadDim}, k);
   const int64_t num_tokens = k.size(0), num_kv_heads = k.size(1);
+  check.in_range("Hkv, the second dimension of k,", num_kv_heads, 1, kInt32Max);
   check.same_dtype(v, k);
   check_rows(check, v, "[T, Hkv, D]", {num_tokens, num_kv_heads, kHeadDim}, k);
   check.dtype(slot_mapping, {DType::kInt64});
@@ -224,6 +231,10 @@ void check_decode_view(const TensorInfo& ids, const BatchArgs& batch, int64_t nu
   check.in_range("num_pages", num_pages, 0, kInt32Max);
   check.in_range("page_step", page_step, 0, kInt32Max);
   check.in_range("head_step", head_step, 0, kInt32Max);
+  const int64_t last_page = std::max<int64_t>(num_pages - 1, 0) * page_step +
+                            std::max<int64_t>(ids.size(0) - 1, 0) * head_step;
+  check.in_range("the last view page, (num_pages - 1) * page_step + (Hkv - 1) * head_step,",
+                 last_page, 0, kInt32Max);
 }
 
 void check_sparse_attend(const char* op, const TensorInfo& q, const TensorInfo& k_cache,

@@ -30,6 +30,7 @@ void check_kv_block_schedule(const TensorInfo& ids, const TensorInfo& cu_seqlens
                              const TensorInfo& seq_lens, int64_t max_blocks,
                              int64_t max_queries_per_item);
 
+// Also that every view page fits int32: the kernels compute them without a further look.
 void check_decode_view(const TensorInfo& ids, const BatchArgs& batch, int64_t num_pages,
                        int64_t page_step, int64_t head_step);
 

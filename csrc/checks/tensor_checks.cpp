@@ -1,5 +1,7 @@
 #include "checks/tensor_checks.h"
 
+#include <array>
+
 #include "host/errors.h"
 
 namespace msa {
@@ -74,10 +76,22 @@ void Checker::aligned_rows(const TensorInfo& tensor) const {
 }
 
 void Checker::no_overlap(const TensorInfo& tensor) const {
-  for (int dim = 0; dim < tensor.dims; ++dim) {
-    if (tensor.size(dim) > 1 && tensor.stride(dim) == 0) {
-      fail(tensor.name, "writable without overlap", concat("stride 0 in dimension ", dim));
+  // Each dimension, from the smallest stride up, must step over all that the smaller ones reach.
+  std::array<bool, TensorInfo::kMaxDims> seen{};
+  int64_t reach = 1;  // elements that the dimensions seen so far span
+  for (int turn = 0; turn < tensor.dims; ++turn) {
+    int next = -1;
+    for (int dim = 0; dim < tensor.dims; ++dim) {
+      if (!seen[dim] && (next < 0 || tensor.stride(dim) < tensor.stride(next))) next = dim;
     }
+    seen[next] = true;
+    if (tensor.size(next) <= 1) continue;
+    if (tensor.stride(next) < reach) {
+      fail(tensor.name, "writable without overlap",
+           concat("stride ", tensor.stride(next), " in dimension ", next, ", where ", reach,
+                  " elements lie between two steps"));
+    }
+    reach += (tensor.size(next) - 1) * tensor.stride(next);
   }
 }
 

@@ -27,7 +27,8 @@ class Checker {
   // Rows of the last axis lie contiguous, every other stride and the first byte are multiples of
   // 16 bytes: what vector loads and the tensor memory accelerator need.
   void aligned_rows(const TensorInfo& tensor) const;
-  // No two elements of an output share memory.
+  // No two elements of an output share memory (judged by its strides: interleavings that happen not
+  // to meet are refused too).
   void no_overlap(const TensorInfo& tensor) const;
   void in_range(const char* argument, int64_t value, int64_t low, int64_t high) const;
   [[noreturn]] void fail(const std::string& argument, const std::string& expected,

@@ -12,8 +12,8 @@ constexpr int kMaxTopk = 32;   // largest K
 
 enum class DType : int32_t { kFloat32, kBFloat16, kFloat8E4M3, kInt32, kInt64, kOther };
 
-// [rows, heads, kHeadDim], last dimension contiguous: q, k, v, index_q, out. No heads: head_stride
-// 0.
+// [rows, heads, kHeadDim], last dimension contiguous: q, k, v, index_q, out. Without heads the head
+// stride is 0.
 struct RowsView {
   void* data;
   DType dtype;

@@ -5,6 +5,12 @@
 #include "host/errors.h"
 #include "host/tensor_info.h"
 
+#ifdef __clang__
+#define MSA_COMPILER __VERSION__
+#else
+#define MSA_COMPILER "gcc " __VERSION__
+#endif
+
 #ifdef MSA_BACKEND_CUDA
 #include <cuda_runtime_api.h>
 #include <cutlass/version.h>
@@ -41,12 +47,11 @@ std::string build_info() {
 #else
   const std::string cuda = "null", cutlass = "null", archs = "null";
 #endif
-  return concat("{\"version\": ", quoted(MSA_VERSION), ", \"git_commit\": ", quoted(MSA_GIT_COMMIT),
-                ", \"compiler\": ", quoted("gcc " __VERSION__),
-                ", \"torch_target\": ", quoted(MSA_TORCH_TARGET),
-                ", \"torch_headers\": ", quoted(MSA_TORCH_HEADERS), ", \"cuda\": ", cuda,
-                ", \"cutlass\": ", cutlass, ", \"cuda_archs\": ", archs, ", \"kernels\": [",
-                kernels, "]}");
+  return concat(
+      "{\"version\": ", quoted(MSA_VERSION), ", \"git_commit\": ", quoted(MSA_GIT_COMMIT),
+      ", \"compiler\": ", quoted(MSA_COMPILER), ", \"torch_target\": ", quoted(MSA_TORCH_TARGET),
+      ", \"torch_headers\": ", quoted(MSA_TORCH_HEADERS), ", \"cuda\": ", cuda,
+      ", \"cutlass\": ", cutlass, ", \"cuda_archs\": ", archs, ", \"kernels\": [", kernels, "]}");
 }
 
 }  // namespace msa

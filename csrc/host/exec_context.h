@@ -1,4 +1,4 @@
-// Where a call runs. Filled by ExecScope (exec_scope.h); the CPU library leaves it as it is.
+// Where a call runs. Filled by ExecScope (launch.h); the CPU library leaves it as it is.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,7 @@
 #include "host/launch.h"
 
+#include <algorithm>
+
 #include "host/errors.h"
 
 namespace msa {
@@ -37,10 +39,8 @@ TensorInfo info(const char* name, const Tensor& tensor) {
   result.defined = tensor.defined();
   if (!result.defined) return result;
   result.dims = static_cast<int>(tensor.dim());
-  if (result.dims > TensorInfo::kMaxDims) {
-    throw std::invalid_argument(concat("msa: ", name, " must have at most ", TensorInfo::kMaxDims,
-                                       " dimensions, got ", result.dims));
-  }
+  // More dimensions than any operator takes are cut off: the shape check refuses what is left.
+  result.dims = std::min(result.dims, TensorInfo::kMaxDims);
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
   for (int dim = 0; dim < result.dims; ++dim) {

@@ -54,9 +54,18 @@ void launch_merge_lse_out(const Tensor& outs, const Tensor& lses, const Tensor& 
 
 TwoTensors launch_merge_lse_parts(const std::vector<Tensor>& outs,
                                   const std::vector<Tensor>& lses) {
-  std::vector<TensorInfo> out_infos, lse_infos;
-  for (const Tensor& part : outs) out_infos.push_back(info("outs", part));
-  for (const Tensor& part : lses) lse_infos.push_back(info("lses", part));
+  // Names of their own for messages: the infos keep pointers to them.
+  std::vector<std::string> names;
+  names.reserve(outs.size() + lses.size());
+  const auto infos = [&names](const char* list, const std::vector<Tensor>& parts) {
+    std::vector<TensorInfo> result;
+    for (size_t part = 0; part < parts.size(); ++part) {
+      names.push_back(list + std::string("[") + std::to_string(part) + "]");
+      result.push_back(info(names.back().c_str(), parts[part]));
+    }
+    return result;
+  };
+  const std::vector<TensorInfo> out_infos = infos("outs", outs), lse_infos = infos("lses", lses);
   check_merge_lse_parts(out_infos.data(), static_cast<int64_t>(outs.size()), lse_infos.data(),
                         static_cast<int64_t>(lses.size()));
 

@@ -6,8 +6,8 @@
 
 namespace msa {
 
-constexpr int kMaxSeparateParts =
-    16;  // parts in tensors of their own, passed by value to the kernel
+// Parts in tensors of their own, passed by value to the kernel.
+constexpr int kMaxSeparateParts = 16;
 
 struct MergePart {
   const void* out;   // [T, H, D], the part's result; not read where its LSE is -inf

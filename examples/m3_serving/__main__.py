@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             for text in texts
         ]
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, AssertionError, RuntimeError) as error:  # the last two: a device
         errors.print(str(error), style="red", markup=False)
         return 2
     if options.stream:

@@ -219,7 +219,10 @@ def _check(field: str, holds: bool, expected: object, got: object) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"a checkpoint folder must hold {path.name}, got none at {path}")
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path.name} must be JSON, got {error}") from error
 
 
 def _positive(text: dict[str, Any], field: str) -> int:

@@ -17,7 +17,7 @@ def _call(overloads, args, *, return_lse: bool, out: Tensor | None, lse: Tensor 
         return (result, result_lse) if return_lse else result
     if return_lse and lse is None:
         lse = out.new_empty(out.shape[:2], dtype=torch.float32)
-    overloads.out(*args, out=out, lse=lse, **options)
+    overloads.out(*args, output=out, lse=lse, **options)
     return (out, lse) if lse is not None else out
 
 
@@ -68,7 +68,7 @@ def sparse_prefill(
         max_seqlen_q: host hint, tokens; may cost speed when wrong, never a result.
         max_seqlen_k: host hint, tokens; the same.
         out: [T, Hq, D] of q's dtype to write into, token and head strides free; allocated when
-            None.
+            None. Must not overlap an input.
         lse: [T, Hq] float32 to write into, strides free; only together with `out`.
 
     Returns:
@@ -77,14 +77,14 @@ def sparse_prefill(
 
     Raises:
         ValueError: a shape, dtype, device or stride that the operator does not take; G = Hq / Hkv
-            other than 1, 2, 4, 8, 16; scales beside a cache that is not FP8. Nothing has been
-            written then.
+            other than 1, 2, 4, 8, 16; scales beside a cache that is not FP8; Hkv * T * K or
+            Hkv * B * max_pages past 2^31 - 1. Nothing has been written then.
         RuntimeError: no kernel of this build runs on the tensors' device.
 
     Notes:
         Padding rows, and rows with nothing to attend to, give out 0 and LSE -inf. Slots of the
         cache that no token of the row's range was written to may hold NaN. FP32 accumulation and
-        softmax. The same inputs give the same bits.
+        softmax. The same inputs give the same bits. Forward only: there is no backward.
     Cost:
         FLOPs: keys attended * Hq * D * 4. Bytes: docs/kernels/sparse_prefill.md.
     Source:
@@ -208,7 +208,7 @@ def paged_decode(
         max_seqlen_q: host hint, tokens; may cost speed when wrong, never a result.
         max_seqlen_k: host hint, tokens; the same.
         out: [T, Hq, D] of q's dtype to write into, token and head strides free; allocated when
-            None.
+            None. Must not overlap an input.
         lse: [T, Hq] float32 to write into, strides free; only together with `out`.
 
     Returns:

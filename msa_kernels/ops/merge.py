@@ -43,7 +43,14 @@ def merge_lse(
     Source:
         The online softmax merge of split attention; docs/numerics.md.
     """
+    if isinstance(outs, Tensor) != isinstance(lses, Tensor):
+        raise ValueError(
+            "msa.merge_lse: outs and lses must both be tensors or both be sequences of tensors, "
+            f"got {type(outs).__name__} and {type(lses).__name__}"
+        )
     if not isinstance(outs, Tensor):
+        if len(outs) == 0:
+            raise ValueError("msa.merge_lse: outs must be a sequence of 1 to 16 parts, got 0")
         if out is not None or lse is not None:
             raise ValueError(
                 "msa.merge_lse: out and lse must be None when the parts are separate tensors, "
@@ -54,5 +61,5 @@ def merge_lse(
         return torch.ops.msa.merge_lse(outs, lses)
     if out is None or lse is None:
         raise ValueError("msa.merge_lse: out and lse must be given together, got only one of them")
-    torch.ops.msa.merge_lse.out(outs, lses, out=out, lse=lse)
+    torch.ops.msa.merge_lse.out(outs, lses, output=out, lse=lse)
     return out, lse

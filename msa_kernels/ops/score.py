@@ -50,8 +50,7 @@ def index_score(
         same inputs give the same bits in any batch position.
     Cost:
         FLOPs: sum over tokens of (pos + 1) * Hi * Di * 2. Bytes: the index keys of the visible
-            blocks once
-        per request, plus 4 bytes for each score.
+        blocks once per request, plus 4 bytes for each score.
     Source:
         `MiniMaxM3VLIndexer` of transformers 5.24.0 (Apache-2.0) defines the score.
     """

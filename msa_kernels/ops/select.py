@@ -35,9 +35,8 @@ def topk_blocks(
 
     Notes:
         Ties: of equal scores the lower block id wins. NaN ranks below everything, -inf included.
-            Scores at
-        or past the visible count are never read. The same row gives the same ids in any batch
-        position.
+        Scores at or past the visible count are never read. The same row gives the same ids in any
+        batch position.
     Cost:
         Bytes: the visible scores once, 4 * K bytes written for each row.
     Source:
@@ -98,7 +97,7 @@ def select_blocks(
         Ties, NaN and determinism as in `topk_blocks`. Workspace does not grow with the context.
     Cost:
         FLOPs: sum over tokens of (pos + 1) * Hi * Di * 2. Bytes: the index keys of the visible
-            blocks once.
+        blocks once.
     Source:
         `MiniMaxM3VLIndexer` of transformers 5.24.0 (Apache-2.0) defines the selection.
     """

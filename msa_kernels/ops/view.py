@@ -1,7 +1,6 @@
 """Step 3 of decode, view: the selection as a page table that any paged GQA kernel can walk."""
 
-import math
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,17 +24,47 @@ class DecodeView(NamedTuple):
     """[view pages, 1, 128, D]: the V cache likewise."""
 
 
+_CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
+
+
+def _gcd(a: int, b: int) -> int:
+    """Greatest common divisor; torch.compile can trace it with dynamic strides, math.gcd not."""
+    while b:
+        a, b = b, a % b
+    return a
+
+
+def _refuse(argument: str, expected: str, got: object) -> NoReturn:
+    raise ValueError(f"msa.decode_view: {argument} must be {expected}, got {got}")
+
+
+def _check_cache(name: str, cache: Tensor, ids: Tensor) -> None:
+    """What the operator cannot see: it gets the caches' strides only."""
+    if cache.device != ids.device:
+        _refuse(name, f"on {ids.device}, the device of ids", cache.device)
+    if cache.dtype not in _CACHE_DTYPES:
+        _refuse(name, "float32, bfloat16 or float8_e4m3fn", str(cache.dtype).removeprefix("torch."))
+    if cache.dim() != 4 or cache.shape[2:] != (128, 128):
+        _refuse(name, "[pages, Hkv, 128, D] = [*, *, 128, 128]", list(cache.shape))
+    if ids.dim() != 3 or ids.size(0) != cache.size(1):
+        expected = f"[Hkv, T, K] = [{cache.size(1)}, *, *], the heads of {name}"
+        _refuse("ids", expected, list(ids.shape))
+    if cache.stride(3) != 1:
+        _refuse(f"the last dimension of {name}", "contiguous (stride 1)", cache.stride(3))
+
+
 def _page_unit(name: str, cache: Tensor) -> tuple[int, int, int]:
-    """(elements between view pages, view pages a physical page, view pages a head) of a cache's
-    strides."""
-    if cache.dim() != 4:
-        raise ValueError(
-            f"msa.decode_view: {name} must be [pages, Hkv, 128, D], got {list(cache.shape)}"
-        )
+    """(elements between view pages, view pages a physical page, view pages a head) of a cache."""
+    pages, heads, block, _ = cache.shape
     page_stride, head_stride = cache.stride(0), cache.stride(1)
-    if cache.size(1) == 1:  # one KV head: its stride is never taken and may be anything
-        return page_stride, 1, 0
-    unit = math.gcd(page_stride, head_stride)
+    # The stride of a dimension of size 1 is never taken and may be anything.
+    if heads == 1:
+        return (page_stride if pages > 1 else block * cache.stride(2)), 1, 0
+    if pages <= 1:
+        return head_stride, heads, 1
+    unit = _gcd(page_stride, head_stride)
+    if unit == 0:
+        _refuse(name, "of pages and heads in places of their own", f"strides {cache.stride()}")
     return unit, page_stride // unit, head_stride // unit
 
 
@@ -88,12 +117,10 @@ def decode_view(
     Source:
         docs/dataflow.md, step 3.
     """
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.device != ids.device:
-            raise ValueError(
-                f"msa.decode_view: {name} must be on {ids.device}, the device of ids, "
-                f"got {cache.device}"
-            )
+    _check_cache("k_cache", k_cache, ids)
+    _check_cache("v_cache", v_cache, ids)
+    if v_cache.dtype != k_cache.dtype:
+        _refuse("v_cache", f"{k_cache.dtype}, the dtype of k_cache", v_cache.dtype)
     k_unit, *k_steps = _page_unit("k_cache", k_cache)
     v_unit, *v_steps = _page_unit("v_cache", v_cache)
     if k_steps != v_steps or k_cache.shape != v_cache.shape:

@@ -43,7 +43,7 @@ def write_cache(
 
     Notes:
         Two tokens with the same slot: either may win. Capturable in a CUDA graph, no
-            synchronisation.
+        synchronisation.
     Cost:
         Bytes: each input read once, each written slot written once.
     Source:

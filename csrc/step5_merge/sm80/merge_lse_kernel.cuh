@@ -8,11 +8,10 @@
 //
 // Grid      persistent. Rows (token, head) in memory order of out; a tile of rows a warp and turn,
 //           tiles dealt round robin.
-// Roles     all warps alike. A group of D / kElements lanes holds one row, 16 bytes a lane
-// (bfloat16:
-//           16 lanes, two groups a warp; float32: 32 lanes, one group). A group takes kEntries = 16
-//           entries at a time, an entry being one part of one row: 16 / kSegment rows of up to
-//           kSegment parts, or, where P > 16, 16 parts of one row.
+// Roles     all warps alike. A group of D / kElements lanes holds one row, 16 bytes a lane:
+//           16 lanes of bfloat16, two groups a warp; 32 lanes of float32, one group. A group takes
+//           kEntries = 16 entries at a time, an entry being one part of one row: 16 / kSegment
+//           rows of up to kSegment parts, or, where P > 16, 16 parts of one row.
 // Registers lane e (mod 16) of a group holds LSE, weight and addresses of the group's entry e.
 // Shared    kStages x [entry][lane] 16 bytes a warp (8 KiB a stage). A lane reads only what it
 //           copied itself, so no barrier is needed, and no bank conflicts arise.
