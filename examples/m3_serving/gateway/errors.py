@@ -1,0 +1,117 @@
+"""What can go wrong with a request, as exceptions that already know their HTTP answer.
+
+Whatever a client sent that cannot be served is one of these, with a 4xx status and a text that says
+what is wrong. The two others say whose fault it was: 429 when this gateway is full, 504 when the
+host of the client's URL is too slow.
+"""
+
+from typing import ClassVar
+
+
+class GatewayError(Exception):
+    """A refusal with an HTTP status and an OpenAI-style code. Raise one of the subclasses."""
+
+    status: ClassVar[int]
+    code: ClassVar[str]
+    kind: ClassVar[str] = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        """Message for the client, and the request's field it is about."""
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def to_openai(self) -> dict[str, dict[str, str | None]]:
+        """The body of the HTTP answer."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+class InvalidParameter(GatewayError):
+    """A field is out of its range, of the wrong type, or contradicts another."""
+
+    status, code = 400, "invalid_parameter"
+
+
+class InvalidMedia(GatewayError):
+    """The bytes are not a readable image or clip of an accepted format."""
+
+    status, code = 400, "invalid_media"
+
+
+class InvalidUrl(GatewayError):
+    """The URL cannot be parsed, or has a scheme, port, user part or host that is not allowed."""
+
+    status, code = 400, "invalid_media_url"
+
+
+class ForbiddenAddress(GatewayError):
+    """The URL's host has an address that is not on the public internet."""
+
+    status, code = 400, "forbidden_media_address"
+
+
+class MediaUnreachable(GatewayError):
+    """The URL's host cannot be found or reached, or did not answer with the medium."""
+
+    status, code = 400, "media_unreachable"
+
+
+class MediaTimeout(GatewayError):
+    """The URL's host did not deliver in time."""
+
+    status, code, kind = 504, "media_timeout", "upstream_error"
+
+
+class MediaTooLarge(GatewayError):
+    """More bytes, pixels, frames or memory than one medium may take."""
+
+    status, code = 413, "media_too_large"
+
+
+class MediaTooSlow(GatewayError):
+    """Decoding takes more time than one medium may take."""
+
+    status, code = 400, "media_too_slow"
+
+
+class DecoderCrashed(GatewayError):
+    """The process that decoded the medium died of it."""
+
+    status, code = 400, "media_decoder_crashed"
+
+
+class TooManyItems(GatewayError):
+    """More images or clips than a request may carry."""
+
+    status, code = 400, "too_many_media"
+
+
+class PromptMismatch(GatewayError):
+    """Media and their places in the prompt do not correspond."""
+
+    status, code = 400, "media_prompt_mismatch"
+
+
+class PromptTooLong(GatewayError):
+    """The expanded prompt does not fit the context."""
+
+    status, code = 400, "context_length_exceeded"
+
+
+class Overloaded(GatewayError):
+    """No room for more work now; the same request may succeed later."""
+
+    status, code, kind = 429, "overloaded", "rate_limit_error"
+
+
+def error_from_code(code: object, message: str) -> GatewayError:
+    """Rebuilds an error that a decoding process reported; a code it cannot know is InvalidMedia."""
+    known = {cls.code: cls for cls in GatewayError.__subclasses__()}
+    return known.get(code if isinstance(code, str) else "", InvalidMedia)(message)

@@ -1,0 +1,75 @@
+"""Qwen2-VL: other bounds, other brackets, no time stamps; nothing outside this file knows it."""
+
+from ..errors import InvalidParameter
+from ..protocols import (
+    FrameSampler,
+    MediaLimits,
+    MediaOptions,
+    MediaPiece,
+    Modality,
+    Pads,
+    PatchGeometry,
+    PreparedItem,
+    SizingPolicy,
+    Special,
+)
+from ..sampling import SpacedSampler, check_fps
+from ..sizing import AreaSizing
+
+IMAGE = "<|image_pad|>"
+VIDEO = "<|video_pad|>"
+START = "<|vision_start|>"
+END = "<|vision_end|>"
+
+DEFAULT_FPS = 2.0
+
+# (smallest, largest) area in pixels: the defaults of transformers 5.24's processors.
+AREAS = {"image": (56 * 56, 1280 * 28 * 28), "video": (128 * 28 * 28, 768 * 28 * 28)}
+
+
+class Qwen2VLFamily:
+    """The family of `qwen2_vl` checkpoints."""
+
+    model_type = "qwen2_vl"
+    geometry = PatchGeometry(
+        patch=14,
+        merge=2,
+        temporal=2,
+        mean=(0.48145466, 0.4578275, 0.40821073),
+        std=(0.26862954, 0.26130258, 0.27577711),
+    )
+    limits = MediaLimits(
+        max_images=64,
+        max_videos=8,
+        image_bytes=30_000_000,
+        video_bytes=50_000_000,
+        video_url_bytes=250_000_000,
+        request_bytes=500_000_000,
+        image_pixels=64_000_000,
+        frame_pixels=8192 * 4320,
+        source_frames=200_000,
+        video_pixels=301_056_000,
+    )
+    placeholder_tokens = (IMAGE, VIDEO)
+    bracket_tokens = (START, END)
+
+    def sizing(self, modality: Modality, options: MediaOptions) -> SizingPolicy:
+        """The area rule; a request cannot choose another."""
+        if options.max_long_side_pixel is not None:
+            raise InvalidParameter(
+                f"{self.model_type} has no max_long_side_pixel", param="max_long_side_pixel"
+            )
+        if options.detail not in (None, "auto"):
+            raise InvalidParameter(
+                f"detail must be auto for {self.model_type}, got {options.detail!r}", param="detail"
+            )
+        return AreaSizing(self.geometry.alignment, *AREAS[modality])
+
+    def sampler(self, options: MediaOptions) -> FrameSampler:
+        """The `spaced` rule, which is not the reference's; it only counts frames."""
+        return SpacedSampler(DEFAULT_FPS if options.fps is None else check_fps(options.fps))
+
+    def pieces(self, item: PreparedItem) -> list[MediaPiece]:
+        """One bracketed block, of an image or of all frames of a clip."""
+        pad = IMAGE if item.modality == "image" else VIDEO
+        return [Special(START), Pads(pad, item.tokens), Special(END)]
