@@ -4,12 +4,10 @@ from typing import Literal
 
 from ..protocols import (
     FrameSampler,
-    MediaLimits,
     MediaOptions,
     MediaPiece,
     Modality,
     Pads,
-    PatchGeometry,
     PreparedItem,
     SizingPolicy,
     Special,
@@ -17,6 +15,7 @@ from ..protocols import (
 )
 from ..sampling import SpacedSampler, check_fps
 from ..sizing import AreaSizing, LongSideSizing, wanted_long_side
+from .shared import CLIP_PATCHES_14, server_limits
 
 IMAGE = "]<]image[>["
 VIDEO = "]<]video[>["
@@ -39,25 +38,8 @@ class MiniMaxM3Family:
     """The family of `minimax_m3_vl` checkpoints."""
 
     model_type = "minimax_m3_vl"
-    geometry = PatchGeometry(
-        patch=14,
-        merge=2,
-        temporal=2,
-        mean=(0.48145466, 0.4578275, 0.40821073),
-        std=(0.26862954, 0.26130258, 0.27577711),
-    )
-    limits = MediaLimits(
-        max_images=200,
-        max_videos=20,
-        image_bytes=30_000_000,
-        video_bytes=50_000_000,
-        video_url_bytes=250_000_000,
-        request_bytes=500_000_000,
-        image_pixels=64_000_000,
-        frame_pixels=8192 * 4320,
-        source_frames=200_000,
-        video_pixels=301_056_000,
-    )
+    geometry = CLIP_PATCHES_14
+    limits = server_limits(max_images=200, max_videos=20)
     placeholder_tokens = (IMAGE, VIDEO)
     bracket_tokens = (START, END)
 

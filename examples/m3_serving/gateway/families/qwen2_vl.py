@@ -3,18 +3,17 @@
 from ..errors import InvalidParameter
 from ..protocols import (
     FrameSampler,
-    MediaLimits,
     MediaOptions,
     MediaPiece,
     Modality,
     Pads,
-    PatchGeometry,
     PreparedItem,
     SizingPolicy,
     Special,
 )
 from ..sampling import SpacedSampler, check_fps
 from ..sizing import AreaSizing
+from .shared import CLIP_PATCHES_14, server_limits
 
 IMAGE = "<|image_pad|>"
 VIDEO = "<|video_pad|>"
@@ -31,25 +30,8 @@ class Qwen2VLFamily:
     """The family of `qwen2_vl` checkpoints."""
 
     model_type = "qwen2_vl"
-    geometry = PatchGeometry(
-        patch=14,
-        merge=2,
-        temporal=2,
-        mean=(0.48145466, 0.4578275, 0.40821073),
-        std=(0.26862954, 0.26130258, 0.27577711),
-    )
-    limits = MediaLimits(
-        max_images=64,
-        max_videos=8,
-        image_bytes=30_000_000,
-        video_bytes=50_000_000,
-        video_url_bytes=250_000_000,
-        request_bytes=500_000_000,
-        image_pixels=64_000_000,
-        frame_pixels=8192 * 4320,
-        source_frames=200_000,
-        video_pixels=301_056_000,
-    )
+    geometry = CLIP_PATCHES_14
+    limits = server_limits(max_images=64, max_videos=8)
     placeholder_tokens = (IMAGE, VIDEO)
     bracket_tokens = (START, END)
 
