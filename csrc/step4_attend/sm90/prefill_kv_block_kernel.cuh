@@ -322,6 +322,37 @@ __device__ __forceinline__ void add_wild_values(const PagedView& v_cache, int32_
   }
 }
 
+// s = Q K^T: 64 query rows by the 128 keys of a page, both in shared memory as two halves of D; q
+// and k are bytes from the bases. Added to a base before the call, they cost other registers.
+__device__ __forceinline__ void multiply_q_k(uint64_t q_base, uint32_t q, uint64_t k_base,
+                                             uint32_t k, Accumulator& s) {
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    const int half = step / 4, within = step % 4 * 32;
+    multiply_ss(advance(q_base, q + half * 1024 + within),
+                advance(k_base, k + half * (kPageBytes / 2) + within), s, step > 0);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  hold(s);
+}
+
+// o = P V, or o += P V with `add`: the softmax's weights, packed in the order of the accumulator,
+// by the 128 values of a page.
+__device__ __forceinline__ void multiply_p_v(const uint32_t (&p)[32], uint64_t v_base, uint32_t v,
+                                             Accumulator& o, bool add) {
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kBlock / 16; ++step) {
+    const uint32_t a[4] = {p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]};
+    multiply_rs(a, advance(v_base, v + step * 2048), o, add || step > 0);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  hold(o);
+}
+
 __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStorage& shared,
                                         int consumer) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -351,17 +382,7 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
       }
 
       Accumulator s;
-      wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < kHeadDim / 16; ++step) {
-        const int half = step / 4, within = step % 4 * 32;
-        multiply_ss(advance(q_base, ring.stage * kQTileBytes + half * 1024 + within),
-                    advance(k_base, kv.stage * kPageBytes + half * (kPageBytes / 2) + within), s,
-                    step > 0);
-      }
-      wgmma_commit();
-      wgmma_wait<0>();
-      hold(s);
+      multiply_q_k(q_base, ring.stage * kQTileBytes, k_base, kv.stage * kPageBytes, s);
       if (lane == 0) barrier_arrive(&shared.q_empty[stage]);
       ring.advance();
 
@@ -370,15 +391,7 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
       softmax(s, rows, params.scale_log2, p, maximum, sum);
 
       Accumulator o;
-      wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < kBlock / 16; ++step) {
-        const uint32_t a[4] = {p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]};
-        multiply_rs(a, advance(v_base, kv.stage * kPageBytes + step * 2048), o, step > 0);
-      }
-      wgmma_commit();
-      wgmma_wait<0>();
-      hold(o);
+      multiply_p_v(p, v_base, kv.stage * kPageBytes, o, false);
       if (item.masked) {
         const int32_t valid[2] = {rows[0].valid, rows[1].valid};
         add_wild_values(params.v_cache, item.page, item.head, shared.wild[kv.stage], valid, o);

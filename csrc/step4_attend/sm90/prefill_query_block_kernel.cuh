@@ -302,17 +302,7 @@ __device__ __forceinline__ void consume_tiles(const FinishParams& params, TileSh
       }
       if (members != 0) {
         Accumulator s;
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < kHeadDim / 16; ++step) {
-          const int half = step / 4, within = step % 4 * 32;
-          multiply_ss(advance(q_base, ring.stage * kTileQBytes + half * 1024 + within),
-                      advance(k_base, kv.stage * kPageBytes + half * (kPageBytes / 2) + within), s,
-                      step > 0);
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        hold(s);
+        multiply_q_k(q_base, ring.stage * kTileQBytes, k_base, kv.stage * kPageBytes, s);
         if (lane == 0) barrier_arrive(&shared.k_empty[kv.stage]);
 
         int32_t valid[2];
@@ -326,15 +316,7 @@ __device__ __forceinline__ void consume_tiles(const FinishParams& params, TileSh
         running_softmax(s, valid, params.scale_log2, rows, p, factor);
 #pragma unroll
         for (int j = 0; j < 64; ++j) o[j] *= factor[j / 2 % 2];
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < kBlock / 16; ++step) {
-          const uint32_t a[4] = {p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]};
-          multiply_rs(a, advance(v_base, kv.stage * kPageBytes + step * 2048), o, true);
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        hold(o);
+        multiply_p_v(p, v_base, kv.stage * kPageBytes, o, true);
         if (masked) {
           const int32_t page = page_of(params.batch, first.request, current.block);
           add_wild_values(params.v_cache, page, tile.head, shared.wild[kv.stage], valid, o);
