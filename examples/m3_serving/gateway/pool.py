@@ -24,7 +24,7 @@ import numpy as np
 
 from . import channel
 from .errors import DecoderCrashed, MediaTooLarge, MediaTooSlow, Overloaded, error_from_code
-from .protocols import Decoded
+from .protocols import Decoded, PatchGeometry
 
 _PACKAGE = Path(__file__).resolve().parent
 _START = (
@@ -222,8 +222,7 @@ class DecodePool:
 
 def _checked(header: dict[str, Any], payload: bytearray, job: dict[str, Any]) -> Decoded:
     """The child's answer, believed in nothing: hostile bytes may have taken the child over."""
-    geometry = job["geometry"]
-    row_width = 3 * geometry["temporal"] * geometry["patch"] ** 2
+    geometry = PatchGeometry(**job["geometry"])
     try:
         grid = tuple(map(int, header["grid"]))
         indices = tuple(map(int, header["indices"]))
@@ -231,16 +230,16 @@ def _checked(header: dict[str, Any], payload: bytearray, job: dict[str, Any]) ->
         t, gh, gw = grid
         consistent = (
             min(grid) > 0
-            and gh % geometry["merge"] == 0
-            and gw % geometry["merge"] == 0
-            and t == -(-len(indices) // geometry["temporal"])
+            and gh % geometry.merge == 0
+            and gw % geometry.merge == 0
+            and t == -(-len(indices) // geometry.temporal)
             and len(indices) == len(timestamps)
             and all(map(math.isfinite, timestamps))
-            and t * gh * gw * row_width == len(payload)
+            and t * gh * gw * geometry.row_width == len(payload)
         )
     except (KeyError, TypeError, ValueError, OverflowError):
         consistent = False
     if not consistent:
         raise DecoderCrashed("the process that decoded the medium gave a broken answer")
-    patches = np.frombuffer(payload, np.uint8).reshape(t * gh * gw, row_width)
+    patches = np.frombuffer(payload, np.uint8).reshape(t * gh * gw, geometry.row_width)
     return Decoded(patches, grid, indices, timestamps, str(header.get("processor")))
