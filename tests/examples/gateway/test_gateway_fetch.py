@@ -32,7 +32,7 @@ from examples.m3_serving.gateway.errors import (
     MediaTooLarge,
     MediaUnreachable,
 )
-from examples.m3_serving.gateway.fetch import HttpFetcher, resolve_host
+from examples.m3_serving.gateway.fetch import HttpFetcher, _Pinned, resolve_host
 from examples.m3_serving.gateway.protocols import MediaItem, MediaSource
 
 LOOPBACK = ipaddress.ip_network("127.0.0.1/32")
@@ -536,3 +536,11 @@ def test_data_urls_without_base64_and_their_cap():
 
 def test_base64_length_is_the_bytes_length():
     assert decode_base64(base64.b64encode(bytes(range(256)))) == bytes(range(256))
+
+
+def test_the_connection_resolves_no_host_but_the_one_that_was_checked():
+    pinned = _Pinned("media.example", ["192.0.2.7"])
+    (found,) = asyncio.run(pinned.resolve("MEDIA.example.", 443))
+    assert (found["host"], found["port"]) == ("192.0.2.7", 443)
+    with pytest.raises(OSError):
+        asyncio.run(pinned.resolve("other.example", 443))

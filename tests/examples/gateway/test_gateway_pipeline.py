@@ -229,3 +229,17 @@ def test_the_gateways_own_process_loads_no_decoder_and_no_torch():
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_the_engine_beside_it_is_loaded_on_use_only():
+    script = (
+        f"import sys; sys.path.insert(0, {str(PACKAGE.parents[2])!r})\n"
+        "import examples.m3_serving.gateway.pipeline\n"
+        "print(sorted({'torch', 'msa_kernels'} & set(sys.modules)))\n"
+        "from examples.m3_serving import *\n"
+        "print(Engine.__module__, Request.__module__)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    first, second = result.stdout.splitlines() or (result.stderr, "")
+    assert first == "[]"
+    assert second == "examples.m3_serving.engine examples.m3_serving.scheduler", result.stderr

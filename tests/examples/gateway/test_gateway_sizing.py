@@ -89,7 +89,9 @@ def test_policies_survive_the_way_to_a_child(policy):
     assert sizing_from_dict(policy.to_dict()) == policy
 
 
-@pytest.mark.parametrize("value", [True, 1008.0, "1008", 0, -28, 84, 100, 3612, 10**30, [1008]])
+@pytest.mark.parametrize(
+    "value", [True, 1008.0, "1008", 0, -28, 84, 100, 1007, 2030, 3612, 10**30, [1008]]
+)
 def test_bad_long_sides_are_the_requests_fault(value):
     with pytest.raises(InvalidParameter) as caught:
         MiniMaxM3Family().sizing("image", MediaOptions(max_long_side_pixel=value))
