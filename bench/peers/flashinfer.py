@@ -1,6 +1,8 @@
-"""FlashInfer's MSA operators, when the package is installed."""
+"""FlashInfer's MSA operators: as installed, or its package unpacked into the folder of peers."""
 
+import importlib
 import importlib.util
+import sys
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -8,19 +10,29 @@ from types import ModuleType
 import torch
 
 from ..inputs import Inputs
-from .base import Call, CannotRun
+from .base import Call, CannotRun, module, version_of
 from .vllm import decode_like
 
 
 def load(folder: Path | None) -> "FlashInfer":
-    """As installed; its kernels are compiled at run time from the whole package."""
-    if importlib.util.find_spec("flashinfer") is None:
-        raise CannotRun("flashinfer is not installed; it compiles from the whole package")
+    """From `folder`, else as installed; kernels are compiled at run time where there are none."""
+    if folder is not None and (folder / "flashinfer" / "msa_ops").is_dir():
+        version = version_of("flashinfer_python", folder)
+        # The package without its __init__, which imports all of FlashInfer and what that needs. It
+        # stays in sys.modules: its files import each other when they are called.
+        sys.modules["flashinfer"] = module("flashinfer", __version__=version)
+        sys.modules["flashinfer"].__path__ = [str(folder / "flashinfer")]
+    elif importlib.util.find_spec("flashinfer") is not None:
+        version = metadata.version("flashinfer-python")
+    else:
+        where = f"{folder} has no flashinfer/msa_ops" if folder else "no folder was named"
+        raise CannotRun(f"flashinfer is not installed, and {where}")
     try:
-        import flashinfer.msa_ops as ops
+        ops = importlib.import_module("flashinfer.msa_ops")
     except Exception as error:  # its import reaches into CUDA, compilers and caches
+        sys.modules.pop("flashinfer", None)
         raise CannotRun(f"flashinfer.msa_ops does not import: {error}") from error
-    return FlashInfer(ops, metadata.version("flashinfer-python"))
+    return FlashInfer(ops, version)
 
 
 class FlashInfer:
