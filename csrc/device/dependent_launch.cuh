@@ -17,6 +17,15 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
+// Lets the next kernel of the stream start as soon as this one's last CTA has: for kernels that are
+// short or leave most of the GPU idle. The next one waits for all of this one in every CTA, so that
+// its own end still means the end of all kernels before.
+__device__ __forceinline__ void start_next_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 template <typename... Params, typename... Args>
 void launch_dependent(const char* op, const char* name, void (*kernel)(Params...), int64_t grid,
                       int threads, int shared_bytes, cudaStream_t stream, const Args&... args) {

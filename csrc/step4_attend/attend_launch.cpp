@@ -59,7 +59,8 @@ TwoTensors attend_sparse(const char* op, RunSparse run, WorkspaceBytes workspace
                          const Tensor& ids, const Tensor& block_table, const Tensor& cu_seqlens_q,
                          const Tensor& seq_lens, std::optional<double> scale,
                          const OptionalTensor& k_scale, const OptionalTensor& v_scale,
-                         bool return_lse, const OptionalTensor& out, const OptionalTensor& lse) {
+                         bool return_lse, bool batch_invariant, const OptionalTensor& out,
+                         const OptionalTensor& lse) {
   const AttendArgs args{info("q", q),
                         info("k_cache", k_cache),
                         info("v_cache", v_cache),
@@ -77,6 +78,7 @@ TwoTensors attend_sparse(const char* op, RunSparse run, WorkspaceBytes workspace
   SparseAttendParams params{};
   fill(params, args, info("out", outputs.out), outputs.lse_info);
   params.ids = ids_view(ids_info);
+  params.batch_invariant = batch_invariant;
   const Tensor workspace =
       empty_like_device(q, {workspace_bytes ? workspace_bytes(params) : 0}, ScalarType::Byte);
   params.workspace = workspace.data_ptr();
@@ -115,10 +117,10 @@ TwoTensors launch_sparse_prefill(const Tensor& q, const Tensor& k_cache, const T
                                  const Tensor& cu_seqlens_q, const Tensor& seq_lens,
                                  std::optional<double> scale, const OptionalTensor& k_scale,
                                  const OptionalTensor& v_scale, bool return_lse, OptionalInt,
-                                 OptionalInt) {
+                                 OptionalInt, bool batch_invariant) {
   return attend_sparse("sparse_prefill", run_sparse_prefill, sparse_prefill_workspace_bytes, q,
                        k_cache, v_cache, ids, block_table, cu_seqlens_q, seq_lens, scale, k_scale,
-                       v_scale, return_lse, std::nullopt, std::nullopt);
+                       v_scale, return_lse, batch_invariant, std::nullopt, std::nullopt);
 }
 
 void launch_sparse_prefill_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
@@ -126,10 +128,10 @@ void launch_sparse_prefill_out(const Tensor& q, const Tensor& k_cache, const Ten
                                const Tensor& cu_seqlens_q, const Tensor& seq_lens,
                                std::optional<double> scale, const OptionalTensor& k_scale,
                                const OptionalTensor& v_scale, OptionalInt, OptionalInt,
-                               const Tensor& out, const OptionalTensor& lse) {
+                               bool batch_invariant, const Tensor& out, const OptionalTensor& lse) {
   attend_sparse("sparse_prefill", run_sparse_prefill, sparse_prefill_workspace_bytes, q, k_cache,
                 v_cache, ids, block_table, cu_seqlens_q, seq_lens, scale, k_scale, v_scale, false,
-                out, lse);
+                batch_invariant, out, lse);
 }
 
 TwoTensors launch_sparse_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
@@ -140,7 +142,7 @@ TwoTensors launch_sparse_decode(const Tensor& q, const Tensor& k_cache, const Te
                                 OptionalInt) {
   return attend_sparse("sparse_decode", run_sparse_decode, nullptr, q, k_cache, v_cache, ids,
                        block_table, cu_seqlens_q, seq_lens, scale, k_scale, v_scale, return_lse,
-                       std::nullopt, std::nullopt);
+                       false, std::nullopt, std::nullopt);
 }
 
 void launch_sparse_decode_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
@@ -150,7 +152,7 @@ void launch_sparse_decode_out(const Tensor& q, const Tensor& k_cache, const Tens
                               const OptionalTensor& v_scale, OptionalInt, OptionalInt,
                               const Tensor& out, const OptionalTensor& lse) {
   attend_sparse("sparse_decode", run_sparse_decode, nullptr, q, k_cache, v_cache, ids, block_table,
-                cu_seqlens_q, seq_lens, scale, k_scale, v_scale, false, out, lse);
+                cu_seqlens_q, seq_lens, scale, k_scale, v_scale, false, false, out, lse);
 }
 
 TwoTensors launch_paged_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,

@@ -23,6 +23,8 @@ struct AttendParams {
 struct SparseAttendParams : AttendParams {
   IdsView ids;      // [Hkv, T, K]
   void* workspace;  // sparse_prefill_workspace_bytes(), any contents
+  // sparse_prefill: a token's bits must not depend on the tokens beside it.
+  bool batch_invariant;
 };
 
 // Scratch memory of a sparse_prefill call on this library's device; bounded, see docs/kernels.

@@ -107,10 +107,15 @@ PYBIND11_MODULE(_internals, module) {
 
   module.def("prefill_sizes",
              [](int64_t num_tokens, int64_t num_kv_heads, int64_t group_size, int64_t topk,
-                int64_t num_rows, int64_t slot_bytes, int64_t budget_bytes) {
-               const msa::PrefillSizes sizes = msa::prefill_sizes(
-                   num_tokens, num_kv_heads, group_size, topk, num_rows, slot_bytes, budget_bytes);
+                int64_t num_rows, int64_t slot_bytes, int64_t budget_bytes, bool batch_invariant) {
+               const msa::PrefillSizes sizes =
+                   msa::prefill_sizes(num_tokens, num_kv_heads, group_size, topk, num_rows,
+                                      slot_bytes, budget_bytes, batch_invariant);
                py::dict result;
+               result["query_major"] = sizes.query_major;
+               result["short_call"] = sizes.short_call;
+               result["chunk_tiles"] = sizes.chunk_tiles;
+               result["chunks"] = sizes.chunks;
                result["tile_tokens"] = sizes.tile_tokens;
                result["group_tokens"] = sizes.group_tokens;
                result["tiles"] = sizes.tiles;

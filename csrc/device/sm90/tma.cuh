@@ -60,4 +60,14 @@ __device__ __forceinline__ void copy_box(void* shared, const CUtensorMap* map, u
       : "memory");
 }
 
+// Plain bytes to shared memory: both addresses and the size are multiples of 16.
+__device__ __forceinline__ void copy_bytes(void* shared, const void* global, uint32_t bytes,
+                                           uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
 }  // namespace msa::sm90

@@ -29,7 +29,7 @@ void run_kv_block_schedule(const KVBlockScheduleParams& params, const ExecContex
   }
   sm80::msa_kv_block_schedule_scan_sm80_kernel<<<static_cast<unsigned>(sm80::scan_ctas(num_rows)),
                                                  sm80::kScanThreads, 0, stream>>>(
-      {num_rows, params.max_queries_per_item, params.row_ptr, params.work_items,
+      {num_rows, static_cast<uint32_t>(params.max_queries_per_item), params.row_ptr, params.work_items,
        params.num_work_items, 0, nullptr},
       workspace);
   if (grid > 0) {

@@ -66,10 +66,10 @@ __device__ __forceinline__ Tile load_tile(const FinishParams& params, int32_t in
   const PrefillPlan& plan = params.plan;
   Tile tile;
   tile.blocks = plan.tile_blocks[index];
-  tile.head = index / static_cast<int32_t>(plan.tiles);
+  tile.head = index / static_cast<int32_t>(plan.sizes.tiles);
   tile.first_token =
-      index % static_cast<int32_t>(plan.tiles) * static_cast<int32_t>(plan.tile_tokens);
-  tile.tokens = min(static_cast<int32_t>(plan.tile_tokens),
+      index % static_cast<int32_t>(plan.sizes.tiles) * static_cast<int32_t>(plan.sizes.tile_tokens);
+  tile.tokens = min(static_cast<int32_t>(plan.sizes.tile_tokens),
                     static_cast<int32_t>(plan.num_tokens) - tile.first_token);
   return tile;
 }
@@ -78,7 +78,7 @@ __device__ __forceinline__ Tile load_tile(const FinishParams& params, int32_t in
 template <typename Visit>
 __device__ __forceinline__ void for_query_tiles(const FinishParams& params, const Visit& visit) {
   for_units(
-      static_cast<int32_t>(params.num_kv_heads * params.plan.tiles),
+      static_cast<int32_t>(params.num_kv_heads * params.plan.sizes.tiles),
       [&](int64_t tile) { return in_round(params, tile) && params.plan.tile_blocks[tile] != 0; },
       visit);
 }
