@@ -27,7 +27,6 @@ constexpr int kGroupRows = 64;      // rows of a group: 64 / G tokens of G query
 constexpr int kMaxTileTokens = 24;  // of a tile; where G is under 8, tiles are not query-major
 constexpr int kMaxChunkTiles = 16;  // tiles that one CTA splits and counts
 constexpr int kMaxChunkEntries = 3072;
-constexpr int kHistogramRows = 8192;  // rows that a chunk counts in shared memory
 constexpr int kShortEntries = 8192;   // of a head, T * K
 constexpr int kShortTokens = 1024;
 constexpr int kShortRows = 12288;  // of a head, B * max_pages

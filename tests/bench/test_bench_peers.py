@@ -221,10 +221,14 @@ def test_flashinfer_unpacked_is_imported_without_its_init(tmp_path, monkeypatch)
     unpack(tmp_path, "flashinfer/__init__.py", "raise AssertionError('imports everything')")
     unpack(tmp_path, "flashinfer/msa_ops/__init__.py", "from ..utils import NUMBER")
     unpack(tmp_path, "flashinfer/utils.py", "NUMBER = 7")
+    source = "def _cute_prefill_preferred(*_): return True"
+    unpack(tmp_path, "flashinfer/msa_ops/_sm90_dispatch.py", source)
     (tmp_path / "flashinfer_python-9.8.7.dist-info").mkdir()
     for _ in range(2):
         peer = peers.load("flashinfer", tmp_path)
         assert peer.version == "9.8.7" and peer.ops.NUMBER == 7
+        assert "CUDA programs" in peer.note  # no CuTe DSL here
+        assert not peer.ops._sm90_dispatch._cute_prefill_preferred()
     unpack(tmp_path, "flashinfer/msa_ops/__init__.py", "from ..utils import no_such_thing")
     monkeypatch.delitem(sys.modules, "flashinfer.msa_ops")
     with pytest.raises(peers.CannotRun, match="no_such_thing"):

@@ -116,6 +116,7 @@ PYBIND11_MODULE(_internals, module) {
                result["short_call"] = sizes.short_call;
                result["chunk_tiles"] = sizes.chunk_tiles;
                result["chunks"] = sizes.chunks;
+               result["tile_places"] = sizes.tile_places;
                result["tile_tokens"] = sizes.tile_tokens;
                result["group_tokens"] = sizes.group_tokens;
                result["tiles"] = sizes.tiles;

@@ -2,19 +2,20 @@
 // over rows (KV head, request, block), and the even work items that a persistent attention grid
 // takes.
 //
-// Four launches in stream order, no host knowledge of the selection:
+// Launches in stream order, no host knowledge of the selection:
 //   clear    counters, chain and item count to 0                         (memset)
-//   count    a lane an entry, 32 tokens of one (KV head, k) a warp; lanes that hit the same row add
-//            once (hot rows such as block 0, selected by every token, are the normal case)
+//   count    a CTA a (KV head, kChunkTokens tokens): its entries into a histogram of its requests'
+//            rows in shared memory, each with its rank there; the histogram into the counters,
+//            which gives the CTA's base in each row. Too many rows: straight into the counters
 //   scan     kScanThreads rows a CTA; a warp of each adds up what the CTAs before published, back
-//   to
-//            one that knows all before it. Writes row_ptr and the work items of its rows, and turns
-//            each counter into the row's first pair
-//   scatter  as count, each entry to its row's cursor
+//            to one that knows all before it. Writes row_ptr and the work items of its rows, and
+//            turns each counter into the row's first pair
+//   scatter  each entry to row begin + base + rank, without atomics
+//   fill     -1 past the last pair and item
 //
 // Portable, sm_80 and up. Chain: CTAs take tickets, so that a CTA waits only for running ones.
-// Order of the pairs within a row is not fixed: the cursors are atomic. What is computed from them
-// is: a partial result lies in a slot of its own, whatever tile it was computed in.
+// Order of the pairs within a row is not fixed: the ranks come of atomics. What is computed from
+// them is: a partial result lies in a slot of its own, whatever tile it was computed in.
 // Limits: num_rows, Hkv * T * K and the items fit int32 (checked on the host).
 #pragma once
 
@@ -23,11 +24,13 @@
 #include "device/dependent_launch.cuh"
 #include "device/positions.cuh"
 #include "step3_remap/kv_block_schedule_params.h"
+#include "step3_remap/sm80/token_chunk.cuh"
 #include "step3_remap/work_plan.h"
 
 namespace msa::kv_block_schedule::sm80 {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512;
+constexpr int kChunkTokens = 256;
 constexpr int kScanThreads = 512;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
@@ -58,54 +61,88 @@ inline __host__ __device__ Workspace split_workspace(void* workspace, int64_t nu
   return result;
 }
 
-// Calls visit(row, pair) once a thread, with whole warps; row -1 where the lane has nothing to add.
-template <typename Visit>
-__device__ __forceinline__ void visit_entry(const KVBlockScheduleParams& params,
-                                            const Visit& visit) {
-  const uint32_t window = static_cast<uint32_t>(params.token_end - params.token_begin);
-  const uint32_t padded = (window + 31) / 32 * 32;  // the lanes of a warp share head and slot
-  const uint32_t topk = static_cast<uint32_t>(params.ids.topk);
-  const uint32_t unit = blockIdx.x * kThreads + threadIdx.x;
-  const uint32_t head_slot = unit / padded, token_in_window = unit % padded;
-  const uint32_t head = head_slot / topk, slot = head_slot % topk;
-  if (head >= params.ids.num_heads) return;  // whole warps
-  const int32_t token = static_cast<int32_t>(params.token_begin + token_in_window);
-  int32_t row = -1;
-  if (token_in_window < window) {
-    const TokenPosition position = find_position(params.batch, token);
-    const int32_t block =
-        selected_block(params.ids, params.batch, params.num_pages, position, head, token, slot);
-    if (block >= 0) {
-      row = static_cast<int32_t>(
-          (head * params.batch.num_requests + position.request) * params.batch.max_pages + block);
-    }
-  }
-  visit(row, token * static_cast<int32_t>(topk) + static_cast<int32_t>(slot));
+inline int64_t counter_bytes(int64_t num_rows) {
+  const auto end = split_workspace(nullptr, num_rows).ticket + 1;
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(end));
 }
 
-// Adds one for every lane at its row's counter, once for lanes of the same row; returns what the
-// lane would have read. All lanes of the warp call it.
-__device__ __forceinline__ uint32_t add_one(uint32_t* counters, int32_t row) {
-  const unsigned peers = __match_any_sync(kAllLanes, row);
-  const int lane = threadIdx.x % 32, leader = __ffs(peers) - 1;
-  uint32_t first = 0;
-  if (lane == leader && row >= 0) first = atomicAdd(counters + row, __popc(peers));
-  first = __shfl_sync(kAllLanes, first, leader);
-  return first + __popc(peers & ((1u << lane) - 1));
+// Between count and scatter.
+struct Ranks {
+  uint32_t* entry_rank;  // [Hkv * T * K]: among its chunk's entries of the same row
+  uint32_t* chunk_base;  // [Hkv * chunks][chunk_rows]: the row's entries of other chunks before
+  int64_t chunk_rows;
+  int32_t chunks;  // of a head
+};
+
+struct Chunk : TokenChunk {
+  int32_t head;
+  int64_t first_row;    // of the first request, among all rows
+  int64_t first_entry;  // of the first token, among all entries
+};
+
+__device__ __forceinline__ Chunk load_chunk(const KVBlockScheduleParams& params, const Ranks& ranks,
+                                            TokenPosition* positions) {
+  Chunk chunk;
+  chunk.head = static_cast<int32_t>(blockIdx.x) / ranks.chunks;
+  chunk.first_token = static_cast<int32_t>(blockIdx.x) % ranks.chunks * kChunkTokens;
+  chunk.tokens =
+      min(kChunkTokens, static_cast<int32_t>(params.batch.num_tokens) - chunk.first_token);
+  locate_tokens(params.batch, ranks.chunk_rows, chunk, positions);
+  chunk.first_row =
+      (chunk.head * params.batch.num_requests + chunk.first_request) * params.batch.max_pages;
+  chunk.first_entry = (chunk.head * params.batch.num_tokens + chunk.first_token) * params.ids.topk;
+  return chunk;
+}
+
+// Calls visit(entry of the chunk, row of the chunk, pair) for the entries that count.
+template <typename Visit>
+__device__ __forceinline__ void visit_entries(const KVBlockScheduleParams& params,
+                                              const Chunk& chunk, const TokenPosition* positions,
+                                              const Visit& visit) {
+  const auto topk = static_cast<uint32_t>(params.ids.topk);
+#pragma unroll 2
+  for (uint32_t entry = threadIdx.x; entry < chunk.tokens * topk; entry += kThreads) {
+    const uint32_t token = entry / topk;
+    const int32_t block = selected_block(params.ids, params.batch, 0, positions[token], chunk.head,
+                                         chunk.first_token + token, entry % topk);
+    if (block < 0) continue;
+    visit(entry, chunk.row_of(params.batch, positions[token].request, block),
+          static_cast<int32_t>(chunk.first_token * topk + entry));
+  }
 }
 
 static __global__ void __launch_bounds__(kThreads)
     msa_kv_block_schedule_count_sm80_kernel(const __grid_constant__ KVBlockScheduleParams params,
-                                            const Workspace workspace) {
-  visit_entry(params, [&](int32_t row, int32_t) { add_one(workspace.counters, row); });
+                                            const Workspace workspace, const Ranks ranks) {
+  extern __shared__ uint32_t histogram[];
+  __shared__ TokenPosition positions[kChunkTokens];
+  const Chunk chunk = load_chunk(params, ranks, positions);
+  for (int row = threadIdx.x; row < chunk.rows; row += kThreads) histogram[row] = 0;
+  __syncthreads();
+  uint32_t* const counters = workspace.counters + chunk.first_row;
+  visit_entries(params, chunk, positions, [&](uint32_t entry, int64_t row, int32_t) {
+    ranks.entry_rank[chunk.first_entry + entry] =
+        atomicAdd(chunk.rows > 0 ? histogram + row : counters + row, 1);
+  });
+  __syncthreads();
+  for (int row = threadIdx.x; row < chunk.rows; row += kThreads) {
+    if (histogram[row] == 0) continue;
+    ranks.chunk_base[blockIdx.x * ranks.chunk_rows + row] =
+        atomicAdd(counters + row, histogram[row]);
+  }
 }
 
 static __global__ void __launch_bounds__(kThreads)
     msa_kv_block_schedule_scatter_sm80_kernel(const __grid_constant__ KVBlockScheduleParams params,
-                                              const Workspace workspace) {
-  visit_entry(params, [&](int32_t row, int32_t pair) {
-    const uint32_t place = add_one(workspace.counters, row);
-    if (row >= 0) params.pairs[place] = pair;
+                                              const Workspace workspace, const Ranks ranks) {
+  __shared__ TokenPosition positions[kChunkTokens];
+  const Chunk chunk = load_chunk(params, ranks, positions);
+  const uint32_t* const begins = workspace.counters + chunk.first_row;
+  const uint32_t* const bases = ranks.chunk_base + blockIdx.x * ranks.chunk_rows;
+  visit_entries(params, chunk, positions, [&](uint32_t entry, int64_t row, int32_t pair) {
+    const uint32_t place = begins[row] + (chunk.rows > 0 ? bases[row] : 0) +
+                           ranks.entry_rank[chunk.first_entry + entry];
+    params.pairs[place] = pair;
   });
 }
 

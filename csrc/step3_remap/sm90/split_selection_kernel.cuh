@@ -26,6 +26,7 @@
 #include "device/dependent_launch.cuh"
 #include "device/positions.cuh"
 #include "step3_remap/prefill_plan.h"
+#include "step3_remap/sm80/token_chunk.cuh"
 
 namespace msa::split_selection::sm90 {
 
@@ -47,13 +48,9 @@ struct SplitParams {
   PrefillPlan plan;
 };
 
-// The tokens of a CTA, and the rows of the histogram: those of its requests.
-struct Chunk {
+struct Chunk : TokenChunk {
   int64_t index;  // of all chunks
-  int32_t head, first_tile, first_token;
-  int tiles, tokens;
-  int32_t first_request;
-  int32_t rows;  // 0: too many for the histogram
+  int32_t head, first_tile, tiles;
 };
 
 // By all threads of the CTA.
@@ -63,37 +60,19 @@ __device__ __forceinline__ Chunk load_chunk(const SplitParams& params, uint32_t 
   const auto chunks = static_cast<uint32_t>(sizes.chunks);
   const auto chunk_tiles = static_cast<int32_t>(sizes.chunk_tiles);
   const auto tile_tokens = static_cast<int32_t>(sizes.tile_tokens);
-  const auto num_tokens = static_cast<int32_t>(params.plan.num_tokens);
   Chunk chunk;
   chunk.index = index;
   chunk.head = index / chunks;
   chunk.first_tile = index % chunks * chunk_tiles;
   chunk.tiles = min(chunk_tiles, static_cast<int32_t>(sizes.tiles) - chunk.first_tile);
   chunk.first_token = chunk.first_tile * tile_tokens;
-  chunk.tokens = min(chunk.tiles * tile_tokens, num_tokens - chunk.first_token);
-  for (int i = threadIdx.x; i < chunk.tokens; i += blockDim.x) {
-    positions[i] = find_position(params.batch, chunk.first_token + i);
-  }
-  const int real_tokens = min(
-      chunk.tokens, first_token_of(params.batch, params.batch.num_requests) - chunk.first_token);
-  __syncthreads();
-  // The tokens are in order of their requests, padding last.
-  chunk.first_request = max(0, positions[0].request);
-  chunk.rows = 0;
-  if (real_tokens > 0) {
-    const int64_t requests = positions[real_tokens - 1].request - chunk.first_request + 1;
-    const int64_t rows = requests * params.batch.max_pages;
-    if (rows <= params.plan.chunk_rows) chunk.rows = static_cast<int32_t>(rows);
-  }
+  chunk.tokens = min(chunk.tiles * tile_tokens,
+                     static_cast<int32_t>(params.plan.num_tokens) - chunk.first_token);
+  locate_tokens(params.batch, params.plan.chunk_rows, chunk, positions);
   return chunk;
 }
 
-// The row of a request's block, counted from the first request's first.
-__device__ __forceinline__ int64_t row_in_chunk(const SplitParams& params, const Chunk& chunk,
-                                                int32_t request, int32_t block) {
-  return (request - chunk.first_request) * params.batch.max_pages + block;
-}
-
+// Of a chunk's first request, among those of its round.
 __device__ __forceinline__ int64_t first_row_of(const SplitParams& params, const Chunk& chunk,
                                                 int64_t round) {
   return round * params.plan.num_rows +
@@ -244,7 +223,7 @@ static __global__ void __launch_bounds__(kThreads)
     atomicOr(&state.leftover_mask[token], 1u << entry % topk);
     if (chunk.rows > 0) {
       plan.entry_rank[first_unit * topk + entry] = atomicAdd(
-          histogram + row_in_chunk(params, chunk, state.positions[token].request, block), 1);
+          histogram + chunk.row_of(params.batch, state.positions[token].request, block), 1);
     }
   }
   __syncthreads();
@@ -295,7 +274,7 @@ static __global__ void __launch_bounds__(kThreads)
       const uint32_t token = entry / topk;
       if (!(state.leftover_mask[token] >> entry % topk & 1)) continue;
       plan.entry_rank[first_unit * topk + entry] =
-          atomicAdd(counters + row_in_chunk(params, chunk, state.positions[token].request,
+          atomicAdd(counters + chunk.row_of(params.batch, state.positions[token].request,
                                             entry_block[entry]),
                     1);
     }
@@ -324,7 +303,7 @@ static __global__ void __launch_bounds__(kScatterThreads)
     if (!(mask >> k & 1)) continue;
     const auto block =
         static_cast<int32_t>(load_id(params.ids, chunk.head, chunk.first_token + token, k));
-    const int64_t row = row_in_chunk(params, chunk, positions[token].request, block);
+    const int64_t row = chunk.row_of(params.batch, positions[token].request, block);
     const uint32_t place = begins[row] + (chunk.rows > 0 ? bases[row] : 0) +
                            plan.entry_rank[first_unit * topk + entry];
     plan.pairs[place] = {chunk.first_token + static_cast<int32_t>(token),

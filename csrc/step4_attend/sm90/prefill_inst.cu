@@ -75,7 +75,7 @@ Workspace cut_workspace(const SparseAttendParams& params) {
   work.counters_end = offset;
   if (!sizes.short_call) {
     uint8_t* counters;
-    take(counters, kv_block_schedule_workspace_bytes(plan.num_rows * sizes.rounds));
+    take(counters, remap::counter_bytes(plan.num_rows * sizes.rounds));
     work.counters = remap::split_workspace(counters, plan.num_rows * sizes.rounds);
     take(plan.next_slot, 1);
     work.counters_end = offset;
