@@ -36,20 +36,20 @@
 // Limits    bfloat16, D = 128, G in {1, 2, 4, 8, 16}.
 #pragma once
 
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
+
+#include <type_traits>
 
 #include "device/dependent_launch.cuh"
 #include "device/positions.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/tma.cuh"
 #include "device/sm90/wgmma.cuh"
+#include "step4_attend/sm90/prefill_fp8_page.cuh"
 #include "step4_attend/sm90/prefill_kv_block_tile.h"
 
 namespace msa::sparse_prefill::sm90 {
-
-using namespace msa::sm90;
-
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct WorkItem {
   int32_t head, request, block, begin, end;
@@ -83,12 +83,50 @@ __device__ __forceinline__ void for_items(const KVBlockParams& params, const Loa
   }
 }
 
+// FP8: the pages of an item, copied into their own blocks, then converted; by the whole warp.
+__device__ __forceinline__ void produce_fp8_kv(const CUtensorMap* k_map, const CUtensorMap* v_map,
+                                               SharedStorage<DType::kFloat8E4M3>& shared,
+                                               const RingPosition<kKVStages>& ring,
+                                               const ItemInfo& item, float scale_log2,
+                                               uint32_t landed_phase) {
+  const int lane = threadIdx.x % 32;
+  uint8_t *k = shared.k[ring.stage], *v = shared.v[ring.stage];
+  uint8_t *k_page = k + kPageBytes / 2, *v_page = v + kPageBytes / 2;
+  uint32_t* wild = shared.wild[ring.stage];
+  auto& conversion = shared.conversion;
+  barrier_wait(&shared.kv_empty[ring.stage], ring.phase ^ 1);
+  if (lane == 0) {
+    shared.items[ring.stage] = item;
+    conversion.scale_log2[ring.stage] = scale_log2;
+    for (int word = 0; word < kBlock / 32; ++word) wild[word] = 0;
+    barrier_arrive_expect(&conversion.k_landed, kFp8PageBytes);
+    copy_box(k_page, k_map, &conversion.k_landed, 0, 0, 0, item.head, item.page);
+    barrier_arrive_expect(&conversion.v_landed, kFp8PageBytes);
+    copy_box(v_page, v_map, &conversion.v_landed, 0, 0, 0, item.head, item.page);
+  }
+  __syncwarp();
+  barrier_wait(&conversion.k_landed, landed_phase);
+  convert_page<PageKind::kKeys>(k_page, k, false, 0, nullptr);
+  fence_async_proxy();
+  __syncwarp();
+  if (lane == 0) barrier_arrive(&shared.k_full[ring.stage]);
+  barrier_wait(&conversion.v_landed, landed_phase);
+  convert_page<PageKind::kValues>(v_page, v, item.masked, item.written, wild);
+  fence_async_proxy();
+  __syncwarp();
+  if (lane == 0) barrier_arrive(&shared.v_full[ring.stage]);
+}
+
+template <DType kCache>
 __device__ __forceinline__ void produce_kv(const KVBlockParams& params, const CUtensorMap* k_map,
-                                           const CUtensorMap* v_map, SharedStorage& shared) {
+                                           const CUtensorMap* v_map,
+                                           SharedStorage<kCache>& shared) {
   const int lane = threadIdx.x % 32;
   const int log_tile_tokens = 6 - params.log_group;
   RingPosition<kKVStages> ring;
   int32_t head = 0, page = 0, tiles = 0, written = 0, masked = 0;
+  float scale_log2 = 0.0f;    // FP8 only,
+  uint32_t landed_phase = 0;  // as this
   for_items(
       params,
       [&](const WorkItem& item) {
@@ -99,13 +137,20 @@ __device__ __forceinline__ void produce_kv(const KVBlockParams& params, const CU
         const int32_t new_tokens = first_token_of(params.batch, item.request + 1) -
                                    first_token_of(params.batch, item.request);
         masked = written - new_tokens < kBlock - 1;  // the first of them stands before its end
+        if constexpr (kIsFp8<kCache>) {
+          scale_log2 = params.scale_log2 * scale_of(params.k_scale, item.head);
+        }
       },
       [&](int32_t i, int32_t) {
         const int32_t item_head = __shfl_sync(kAllLanes, head, i);
         const int32_t item_page = __shfl_sync(kAllLanes, page, i);
         const ItemInfo info{__shfl_sync(kAllLanes, tiles, i), __shfl_sync(kAllLanes, written, i),
                             item_page, item_head, __shfl_sync(kAllLanes, masked, i) != 0};
-        if (lane == 0) {
+        if constexpr (kIsFp8<kCache>) {
+          produce_fp8_kv(k_map, v_map, shared, ring, info, __shfl_sync(kAllLanes, scale_log2, i),
+                         landed_phase);
+          landed_phase ^= 1;
+        } else if (lane == 0) {
           barrier_wait(&shared.kv_empty[ring.stage], ring.phase ^ 1);
           shared.items[ring.stage] = info;
           for (uint32_t& rows : shared.wild[ring.stage]) rows = 0;
@@ -121,8 +166,9 @@ __device__ __forceinline__ void produce_kv(const KVBlockParams& params, const CU
 }
 
 // Lane i brings token i, i + 32, ... of a tile, and says where its result goes.
+template <DType kCache>
 __device__ __forceinline__ void produce_q(const KVBlockParams& params, const CUtensorMap* q_map,
-                                          SharedStorage& shared, int consumer) {
+                                          SharedStorage<kCache>& shared, int consumer) {
   const int lane = threadIdx.x % 32;
   const int group = 1 << params.log_group, tile_tokens = kTileRows >> params.log_group;
   const int first_stage = consumer * kQStagesPerConsumer;
@@ -201,8 +247,26 @@ struct Row {
   int32_t valid;  // keys of the block that the token may see, 1 to 128
 };
 
+// A weight that float16 holds stands for 2^-15 of it: its smallest ones, 2^-24 (the largest is 1),
+// would cut weights off that bfloat16 keeps. Sums and maxima carry the factor along.
+template <DType kCache>
+constexpr float kWeightExponent = kIsFp8<kCache> ? 15.0f : 0.0f;
+
+// Two weights as the next product takes them: in the type that V has in shared memory.
+template <DType kCache>
+__device__ __forceinline__ uint32_t pack_weights(float first, float second) {
+  if constexpr (kIsFp8<kCache>) {
+    const __half2 pair = __floats2half2_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
 // Softmax of one block for the rows of this thread: s becomes p, in registers in the order of the
 // next product's first operand.
+template <DType kCache>
 __device__ __forceinline__ void softmax(Accumulator& s, const Row (&rows)[2], float scale_log2,
                                         uint32_t (&p)[32], float (&maximum)[2], float (&sum)[2]) {
   const int quad = threadIdx.x % 4;
@@ -226,6 +290,7 @@ __device__ __forceinline__ void softmax(Accumulator& s, const Row (&rows)[2], fl
     largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 1));
     largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 2));
     maximum[r] = largest[r] * scale_log2;
+    if constexpr (kIsFp8<kCache>) maximum[r] -= kWeightExponent<kCache>;
     reference[r] = maximum[r] == -INFINITY ? 0.0f : maximum[r];
     sum[r] = 0.0f;
   }
@@ -235,8 +300,7 @@ __device__ __forceinline__ void softmax(Accumulator& s, const Row (&rows)[2], fl
     const float first = exp2_fast(fmaf(s[i], scale_log2, -reference[r]));
     const float second = exp2_fast(fmaf(s[i + 1], scale_log2, -reference[r]));
     sum[r] += first + second;
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
-    p[i / 2] = *reinterpret_cast<const uint32_t*>(&pair);
+    p[i / 2] = pack_weights<kCache>(first, second);
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -300,6 +364,7 @@ __device__ __forceinline__ void clean_values(uint8_t* v, int32_t written, uint32
 
 // Adds what clean_values took out to the rows that see it: their result is NaN or Inf, as it should
 // be.
+template <DType kCache>
 __device__ __forceinline__ void add_wild_values(const PagedView& v_cache, int32_t page,
                                                 int32_t head, const uint32_t* wild,
                                                 const int32_t (&valid)[2], Accumulator& o) {
@@ -307,14 +372,15 @@ __device__ __forceinline__ void add_wild_values(const PagedView& v_cache, int32_
   for (int word = 0; word < kBlock / 32; ++word) {
     for (uint32_t left = wild[word]; left != 0; left &= left - 1) {
       const int row = word * 32 + __ffs(left) - 1;
-      const __nv_bfloat16* values = static_cast<const __nv_bfloat16*>(v_cache.data) +
-                                    page * v_cache.page_stride + head * v_cache.head_stride +
-                                    row * v_cache.token_stride + quad * 2;
+      using Element = std::conditional_t<kIsFp8<kCache>, __nv_fp8_e4m3, __nv_bfloat16>;
+      const Element* values = static_cast<const Element*>(v_cache.data) +
+                              page * v_cache.page_stride + head * v_cache.head_stride +
+                              row * v_cache.token_stride + quad * 2;
 #pragma unroll
       for (int i = 0; i < 64; ++i) {
         const int r = i / 2 % 2;
         if (row < valid[r]) {
-          const float value = __bfloat162float(values[i / 4 * 8 + i % 2]);
+          const float value = static_cast<float>(values[i / 4 * 8 + i % 2]);
           if (!isfinite(value)) o[i] += value;
         }
       }
@@ -340,20 +406,26 @@ __device__ __forceinline__ void multiply_q_k(uint64_t q_base, uint32_t q, uint64
 
 // o = P V, or o += P V with `add`: the softmax's weights, packed in the order of the accumulator,
 // by the 128 values of a page.
+template <DType kCache>
 __device__ __forceinline__ void multiply_p_v(const uint32_t (&p)[32], uint64_t v_base, uint32_t v,
                                              Accumulator& o, bool add) {
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kBlock / 16; ++step) {
     const uint32_t a[4] = {p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]};
-    multiply_rs(a, advance(v_base, v + step * 2048), o, add || step > 0);
+    if constexpr (kIsFp8<kCache>) {
+      multiply_rs_float16(a, advance(v_base, v + step * 2048), o, add || step > 0);
+    } else {
+      multiply_rs(a, advance(v_base, v + step * 2048), o, add || step > 0);
+    }
   }
   wgmma_commit();
   wgmma_wait<0>();
   hold(o);
 }
 
-__device__ __forceinline__ void consume(const KVBlockParams& params, SharedStorage& shared,
+template <DType kCache>
+__device__ __forceinline__ void consume(const KVBlockParams& params, SharedStorage<kCache>& shared,
                                         int consumer) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int first_stage = consumer * kQStagesPerConsumer;
@@ -369,7 +441,12 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
     barrier_wait(&shared.k_full[kv.stage], kv.phase);
     barrier_wait(&shared.v_full[kv.stage], kv.phase);
     const ItemInfo item = shared.items[kv.stage];
-    if (item.masked) clean_values(shared.v[kv.stage], item.written, shared.wild[kv.stage]);
+    float scale_log2 = params.scale_log2;
+    if constexpr (kIsFp8<kCache>) {  // whose values the producer has cleaned
+      scale_log2 = shared.conversion.scale_log2[kv.stage];
+    } else if (item.masked) {
+      clean_values(shared.v[kv.stage], item.written, shared.wild[kv.stage]);
+    }
 
     for (int32_t tile = consumer; tile < item.tiles; tile += kConsumers) {
       const int stage = first_stage + ring.stage;
@@ -388,13 +465,13 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
 
       uint32_t p[32];
       float maximum[2], sum[2];
-      softmax(s, rows, params.scale_log2, p, maximum, sum);
+      softmax<kCache>(s, rows, scale_log2, p, maximum, sum);
 
       Accumulator o;
-      multiply_p_v(p, v_base, kv.stage * kPageBytes, o, false);
+      multiply_p_v<kCache>(p, v_base, kv.stage * kPageBytes, o, false);
       if (item.masked) {
         const int32_t valid[2] = {rows[0].valid, rows[1].valid};
-        add_wild_values(params.v_cache, item.page, item.head, shared.wild[kv.stage], valid, o);
+        add_wild_values<kCache>(params.v_cache, item.page, item.head, shared.wild[kv.stage], valid, o);
         __syncwarp();
       }
       store_partial(params, rows, o, maximum, sum);
@@ -404,13 +481,14 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
   }
 }
 
+template <DType kCache>
 __global__ void __launch_bounds__(kThreads, 1)
     msa_sparse_prefill_kv_block_sm90_kernel(const __grid_constant__ KVBlockParams params,
                                             const __grid_constant__ CUtensorMap q_map,
                                             const __grid_constant__ CUtensorMap k_map,
                                             const __grid_constant__ CUtensorMap v_map) {
   extern __shared__ __align__(1024) uint8_t shared_memory[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
+  auto& shared = *reinterpret_cast<SharedStorage<kCache>*>(shared_memory);
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&q_map);
     prefetch_tensor_map(&k_map);
@@ -423,6 +501,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int stage = 0; stage < kQStages; ++stage) {
       barrier_init(&shared.q_full[stage], 1);
       barrier_init(&shared.q_empty[stage], kQEmptyArrivals);
+    }
+    if constexpr (kIsFp8<kCache>) {
+      barrier_init(&shared.conversion.k_landed, 1);
+      barrier_init(&shared.conversion.v_landed, 1);
     }
     fence_barrier_init();
   }

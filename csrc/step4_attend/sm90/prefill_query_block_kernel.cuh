@@ -39,23 +39,56 @@ namespace msa::sparse_prefill::sm90 {
 
 constexpr int kTileConsumerRegisters = 160;
 constexpr int kTileProducerRegisters = 32;
-constexpr int kTileQStages = 2;
+template <DType kCache>
+constexpr int kTileQStages = kIsFp8<kCache> ? 1 : 2;
 constexpr int kTileQBytes = kTileGroups * kQTileBytes;
 static_assert(kTileGroups == kConsumers, "a group of the plan is a consumer's rows");
 static_assert((kConsumers * kTileConsumerRegisters + kTileProducerRegisters) * 128 <= 65536,
               "setmaxnreg hands out what the CTA holds at launch");
 
+template <DType kCache>
 struct TileSharedStorage {
+  static constexpr int kQStages = kTileQStages<kCache>;
   alignas(1024) uint8_t k[kKVStages][kPageBytes];
   alignas(1024) uint8_t v[kKVStages][kPageBytes];
-  alignas(1024) uint8_t q[kTileQStages][kTileQBytes];
+  alignas(1024) uint8_t q[kQStages][kTileQBytes];
   uint32_t wild[kKVStages][kBlock / 32];  // rows of V with NaN or Inf, of masked blocks
   uint64_t k_full[kKVStages], k_empty[kKVStages];
   uint64_t v_full[kKVStages], v_empty[kKVStages];
-  uint64_t q_full[kTileQStages], q_empty[kTileQStages];
+  uint64_t q_full[kQStages], q_empty[kQStages];
 };
-constexpr int kTileSharedBytes = sizeof(TileSharedStorage);
-static_assert(kTileSharedBytes <= 227 * 1024, "shared memory of one CTA");
+// FP8: pages arrive beside the blocks that they become, and q has one stage, a part a consumer.
+constexpr int kConverters = 3;
+// What the consumers need to know of a block; it comes with V.
+struct alignas(16) BlockInfo {
+  int32_t first_valid;  // keys that the tile's first token may see, or more than there are
+  uint32_t tokens;      // of TileBlock
+  int32_t page;
+  float scale_log2;
+};
+struct PageInfo {
+  BlockInfo block;
+  int32_t written;  // tokens of the request from the block's first on
+};
+constexpr int32_t kNoMorePages = -1;  // in place of `written`
+template <>
+struct TileSharedStorage<DType::kFloat8E4M3> {
+  alignas(1024) uint8_t k[kKVStages][kPageBytes];
+  alignas(1024) uint8_t v[kKVStages][kPageBytes];
+  alignas(1024) uint8_t q[1][kTileQBytes];
+  alignas(1024) uint8_t pages[kConverters][kFp8PageBytes];
+  PageInfo infos[kConverters];  // of `pages`
+  BlockInfo blocks[kKVStages];
+  uint32_t wild[kKVStages][kBlock / 32];
+  uint64_t k_full[kKVStages], k_empty[kKVStages];
+  uint64_t v_full[kKVStages], v_empty[kKVStages];
+  uint64_t q_full[kConsumers], q_empty[kConsumers];
+  uint64_t page_full[kConverters], page_empty[kConverters];
+};
+template <DType kCache>
+constexpr int kTileSharedBytes = sizeof(TileSharedStorage<kCache>);
+static_assert(kTileSharedBytes<DType::kBFloat16> <= 227 * 1024, "shared memory of one CTA");
+static_assert(kTileSharedBytes<DType::kFloat8E4M3> <= 227 * 1024, "shared memory of one CTA");
 
 struct Tile {
   int32_t blocks;
@@ -115,9 +148,9 @@ __device__ __forceinline__ void produce_blocks(const FinishParams& params, const
 }
 
 __device__ __forceinline__ void produce_tile_q(const FinishParams& params, const CUtensorMap* map,
-                                               TileSharedStorage& shared) {
+                                               TileSharedStorage<DType::kBFloat16>& shared) {
   const int lane = threadIdx.x % 32, group = 1 << params.log_group;
-  RingPosition<kTileQStages> ring;
+  RingPosition<kTileQStages<DType::kBFloat16>> ring;
   for_query_tiles(params, [&](int32_t index) {
     const Tile tile = load_tile(params, index);
     barrier_wait(&shared.q_empty[ring.stage], ring.phase ^ 1);
@@ -133,6 +166,126 @@ __device__ __forceinline__ void produce_tile_q(const FinishParams& params, const
   });
 }
 
+using Fp8TileStorage = TileSharedStorage<DType::kFloat8E4M3>;
+
+// FP8: brings q to those of the consumers `waiting` (bits) that have let go of the tile before.
+// Returns who still waits. Whole warp.
+__device__ __forceinline__ uint32_t load_free_q(const FinishParams& params, const CUtensorMap* map,
+                                                Fp8TileStorage& shared, const Tile& tile,
+                                                uint32_t waiting, uint32_t phase) {
+  const int lane = threadIdx.x % 32, group = 1 << params.log_group;
+  const int group_tokens = kTileRows >> params.log_group;
+#pragma unroll 1
+  for (int consumer = 0; consumer < kConsumers; ++consumer) {
+    if ((waiting >> consumer & 1) == 0) continue;
+    const bool free = barrier_test(&shared.q_empty[consumer], phase ^ 1);
+    if (!__shfl_sync(kAllLanes, free, 0)) continue;
+    waiting ^= 1u << consumer;
+    const int first = consumer * group_tokens;
+    const int tokens = max(0, min(group_tokens, tile.tokens - first));
+    if (lane == 0) {
+      barrier_arrive_expect(&shared.q_full[consumer], tokens * group * kHeadDim * 2);
+    }
+    __syncwarp();
+    if (lane < tokens) {
+      copy_box(shared.q[0] + (first + lane) * group / 8 * 2048, map, &shared.q_full[consumer], 0, 0,
+               0, tile.head * group / 8, tile.first_token + first + lane);
+    }
+  }
+  return waiting;
+}
+
+// FP8: brings the pages of every tile, K and V of a block in turn, each to the converter whose turn
+// it is, and q. Whole warp. It never waits for a page's place without looking after q: the
+// consumers may need that q before they free anything.
+__device__ __forceinline__ void load_fp8_tiles(const FinishParams& params, const CUtensorMap* q_map,
+                                               const CUtensorMap* k_map, const CUtensorMap* v_map,
+                                               Fp8TileStorage& shared) {
+  const int lane = threadIdx.x % 32;
+  RingPosition<kConverters> ring;
+  uint32_t q_phase = 0;
+  for_query_tiles(params, [&](int32_t index) {
+    const Tile tile = load_tile(params, index);
+    const TokenPosition position = find_position(params.batch, tile.first_token);
+    const int32_t seq_len = seq_len_of(params.batch, position.request);
+    const float scale_log2 = params.scale_log2 * scale_of(params.k_scale, tile.head);
+    const TileBlock* list = params.plan.tile_list + index * params.plan.tile_capacity;
+    uint32_t waiting = (1u << kConsumers) - 1;
+    for (int32_t first = 0; first < tile.blocks; first += 32) {
+      const int32_t count = min(32, tile.blocks - first);
+      int32_t page = 0;
+      TileBlock block{};
+      if (lane < count) {
+        block = list[first + lane];
+        page = page_of(params.batch, position.request, block.block);
+      }
+      for (int32_t i = 0; i < 2 * count; ++i) {
+        for (;;) {
+          const bool free = barrier_test(&shared.page_empty[ring.stage], ring.phase ^ 1);
+          waiting = load_free_q(params, q_map, shared, tile, waiting, q_phase);
+          if (__shfl_sync(kAllLanes, free, 0)) break;
+          __nanosleep(64);
+        }
+        const int32_t begin = __shfl_sync(kAllLanes, block.block, i / 2) * kBlock;
+        const uint32_t tokens = __shfl_sync(kAllLanes, block.tokens, i / 2);
+        const int32_t block_page = __shfl_sync(kAllLanes, page, i / 2);
+        if (lane == 0) {
+          shared.infos[ring.stage] = {{position.pos + 1 - begin, tokens, block_page, scale_log2},
+                                      seq_len - begin};
+          barrier_arrive_expect(&shared.page_full[ring.stage], kFp8PageBytes);
+          copy_box(shared.pages[ring.stage], i % 2 == 0 ? k_map : v_map,
+                   &shared.page_full[ring.stage], 0, 0, 0, tile.head, block_page);
+        }
+        ring.advance();
+      }
+    }
+    while (waiting != 0) {
+      waiting = load_free_q(params, q_map, shared, tile, waiting, q_phase);
+      __nanosleep(64);
+    }
+    q_phase ^= 1;
+  });
+  for (int i = 0; i < kConverters; ++i) {
+    barrier_wait(&shared.page_empty[ring.stage], ring.phase ^ 1);
+    if (lane == 0) {
+      shared.infos[ring.stage].written = kNoMorePages;
+      barrier_arrive(&shared.page_full[ring.stage]);
+    }
+    ring.advance();
+  }
+}
+
+// FP8: converts pages n = converter, converter + 3, ...: page n is of K where n is even, else of V,
+// of the CTA's block n / 2. Whole warp.
+__device__ __forceinline__ void convert_fp8_pages(Fp8TileStorage& shared, int converter) {
+  const int lane = threadIdx.x % 32;
+  const uint8_t* page = shared.pages[converter];
+  const PageInfo& info = shared.infos[converter];
+  for (uint32_t n = converter;; n += kConverters) {
+    const uint32_t stage = n / 2 % kKVStages, empty_phase = (n / 2 / kKVStages & 1) ^ 1;
+    barrier_wait(&shared.page_full[converter], n / kConverters & 1);
+    if (info.written == kNoMorePages) return;
+    if (n % 2 == 0) {
+      barrier_wait(&shared.k_empty[stage], empty_phase);
+      convert_page<PageKind::kKeys>(page, shared.k[stage], false, 0, nullptr);
+    } else {
+      barrier_wait(&shared.v_empty[stage], empty_phase);
+      if (lane == 0) shared.blocks[stage] = info.block;
+      if (lane < kBlock / 32) shared.wild[stage][lane] = 0;
+      __syncwarp();
+      // Does the tile's first token see all of the block? Then all of them do.
+      convert_page<PageKind::kValues>(page, shared.v[stage], info.block.first_valid < kBlock,
+                                      info.written, shared.wild[stage]);
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) {
+      barrier_arrive(n % 2 == 0 ? &shared.k_full[stage] : &shared.v_full[stage]);
+      barrier_arrive(&shared.page_empty[converter]);
+    }
+  }
+}
+
 // What a consumer thread keeps of its two rows while it walks the blocks of a tile.
 struct RunningRows {
   float maximum[2];  // log2 units, -inf: nothing yet
@@ -141,6 +294,7 @@ struct RunningRows {
 
 // s of one block -> p, the running maximum and sum, and the factors that o shrinks by. valid: keys
 // that each row may see, 0 where its token does not share the block.
+template <DType kCache>
 __device__ __forceinline__ void running_softmax(Accumulator& s, const int32_t (&valid)[2],
                                                 float scale_log2, RunningRows& rows,
                                                 uint32_t (&p)[32], float (&factor)[2]) {
@@ -165,7 +319,9 @@ __device__ __forceinline__ void running_softmax(Accumulator& s, const int32_t (&
   for (int r = 0; r < 2; ++r) {
     largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 1));
     largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 2));
-    const float maximum = fmaxf(rows.maximum[r], largest[r] * scale_log2);
+    float maximum = largest[r] * scale_log2;
+    if constexpr (kIsFp8<kCache>) maximum -= kWeightExponent<kCache>;
+    maximum = fmaxf(rows.maximum[r], maximum);
     reference[r] = maximum == -INFINITY ? 0.0f : maximum;
     factor[r] = exp2_fast(rows.maximum[r] - reference[r]);
     rows.maximum[r] = maximum;
@@ -178,8 +334,7 @@ __device__ __forceinline__ void running_softmax(Accumulator& s, const int32_t (&
     const float first = exp2_fast(fmaf(s[i], scale_log2, -reference[r]));
     const float second = exp2_fast(fmaf(s[i + 1], scale_log2, -reference[r]));
     sum[r] += first + second;
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
-    p[i / 2] = *reinterpret_cast<const uint32_t*>(&pair);
+    p[i / 2] = pack_weights<kCache>(first, second);
   }
   rows.sum[0] += sum[0];  // each thread's own columns; the quad's are added at the end
   rows.sum[1] += sum[1];
@@ -226,6 +381,7 @@ __device__ __forceinline__ void add_leftovers(const FinishParams& params, const 
   }
 }
 
+template <DType kCache>
 __device__ __forceinline__ void store_rows(const FinishParams& params, const Tile& tile,
                                            const int32_t (&token)[2], const bool (&in_tile)[2],
                                            const RunningRows& rows, const Accumulator& o) {
@@ -234,7 +390,7 @@ __device__ __forceinline__ void store_rows(const FinishParams& params, const Til
   const int group = 1 << params.log_group;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float normalise = rows.sum[r] == 0.0f ? 0.0f : 1.0f / rows.sum[r];  // NaN stays NaN
+    const float normalise = normaliser<kCache>(params, tile.head, rows.sum[r]);
     const int64_t q_head = (tile.head << params.log_group) + ((warp_row + 8 * r) & (group - 1));
     __nv_bfloat16* out = static_cast<__nv_bfloat16*>(params.out.data) +
                          token[r] * params.out.token_stride + q_head * params.out.head_stride;
@@ -260,8 +416,9 @@ __device__ __forceinline__ void store_rows(const FinishParams& params, const Til
   }
 }
 
-__device__ __forceinline__ void consume_tiles(const FinishParams& params, TileSharedStorage& shared,
-                                              int consumer) {
+template <DType kCache>
+__device__ __forceinline__ void consume_tiles(const FinishParams& params,
+                                              TileSharedStorage<kCache>& shared, int consumer) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int group_tokens = kTileRows >> params.log_group;
   const uint64_t q_base =
@@ -273,11 +430,13 @@ __device__ __forceinline__ void consume_tiles(const FinishParams& params, TileSh
                          (warp * 16 + lane / 4 + 8) >> params.log_group};
 
   RingPosition<kKVStages> kv;
-  RingPosition<kTileQStages> ring;
+  RingPosition<kTileQStages<kCache>> ring;
   for_query_tiles(params, [&](int32_t index) {
     const Tile tile = load_tile(params, index);
-    const TokenPosition first = find_position(params.batch, tile.first_token);
-    const int32_t seq_len = seq_len_of(params.batch, first.request);
+    const int q_barrier = kIsFp8<kCache> ? consumer : ring.stage;  // FP8: the consumer's own
+    TokenPosition first{};  // FP8: what follows from it comes with the blocks
+    if constexpr (!kIsFp8<kCache>) first = find_position(params.batch, tile.first_token);
+    const int32_t seq_len = kIsFp8<kCache> ? 0 : seq_len_of(params.batch, first.request);
     const TileBlock* list = params.plan.tile_list + index * params.plan.tile_capacity;
     const int group_shift = consumer * group_tokens;
     const int32_t pos[2] = {first.pos + group_shift + member[0],
@@ -287,49 +446,73 @@ __device__ __forceinline__ void consume_tiles(const FinishParams& params, TileSh
 #pragma unroll
     for (float& value : o) value = 0.0f;
     RunningRows rows{{-INFINITY, -INFINITY}, {0.0f, 0.0f}};
-    barrier_wait(&shared.q_full[ring.stage], ring.phase);
-    TileBlock next = list[0];
+    barrier_wait(&shared.q_full[q_barrier], ring.phase);
+    TileBlock next{};
+    if constexpr (!kIsFp8<kCache>) next = list[0];
     for (int32_t i = 0; i < tile.blocks; ++i) {
       const TileBlock current = next;
-      if (i + 1 < tile.blocks) next = list[i + 1];
-      const uint32_t members = current.tokens >> group_shift & ((1u << group_tokens) - 1);
+      if constexpr (!kIsFp8<kCache>) {
+        if (i + 1 < tile.blocks) next = list[i + 1];
+      }
+      const auto members_of = [&](uint32_t tokens) {
+        return tokens >> group_shift & ((1u << group_tokens) - 1);
+      };
+      BlockInfo block{};  // FP8
+      uint32_t members = members_of(current.tokens);
       barrier_wait(&shared.k_full[kv.stage], kv.phase);
       barrier_wait(&shared.v_full[kv.stage], kv.phase);
-      // Does the tile's first token see all of the block? Then all of them do.
-      const bool masked = first.pos - current.block * kBlock < kBlock - 1;
-      if (masked) {
-        clean_values(shared.v[kv.stage], seq_len - current.block * kBlock, shared.wild[kv.stage]);
+      if constexpr (kIsFp8<kCache>) {
+        block = shared.blocks[kv.stage];
+        members = members_of(block.tokens);
       }
+      // Does the tile's first token see all of the block? Then all of them do.
+      const bool masked = kIsFp8<kCache> ? block.first_valid < kBlock
+                                         : first.pos - current.block * kBlock < kBlock - 1;
+      if constexpr (!kIsFp8<kCache>) {  // else the converter has cleaned V
+        if (masked) {
+          clean_values(shared.v[kv.stage], seq_len - current.block * kBlock, shared.wild[kv.stage]);
+        }
+      }
+      const auto release_k = [&] {
+        if (lane != 0) return;
+        barrier_arrive(&shared.k_empty[kv.stage]);
+        if constexpr (kIsFp8<kCache>) {  // q has one stage: the next one is needed soon
+          if (i + 1 == tile.blocks) barrier_arrive(&shared.q_empty[q_barrier]);
+        }
+      };
       if (members != 0) {
         Accumulator s;
         multiply_q_k(q_base, ring.stage * kTileQBytes, k_base, kv.stage * kPageBytes, s);
-        if (lane == 0) barrier_arrive(&shared.k_empty[kv.stage]);
+        release_k();
 
         int32_t valid[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          valid[r] =
-              members >> member[r] & 1 ? min(kBlock, pos[r] - current.block * kBlock + 1) : 0;
+          const int32_t seen = kIsFp8<kCache> ? pos[r] + block.first_valid
+                                              : pos[r] - current.block * kBlock + 1;
+          valid[r] = members >> member[r] & 1 ? min(kBlock, seen) : 0;
         }
         uint32_t p[32];
         float factor[2];
-        running_softmax(s, valid, params.scale_log2, rows, p, factor);
+        running_softmax<kCache>(s, valid, kIsFp8<kCache> ? block.scale_log2 : params.scale_log2, rows, p, factor);
 #pragma unroll
         for (int j = 0; j < 64; ++j) o[j] *= factor[j / 2 % 2];
-        multiply_p_v(p, v_base, kv.stage * kPageBytes, o, true);
+        multiply_p_v<kCache>(p, v_base, kv.stage * kPageBytes, o, true);
         if (masked) {
-          const int32_t page = page_of(params.batch, first.request, current.block);
-          add_wild_values(params.v_cache, page, tile.head, shared.wild[kv.stage], valid, o);
+          const int32_t page = kIsFp8<kCache>
+                                   ? block.page
+                                   : page_of(params.batch, first.request, current.block);
+          add_wild_values<kCache>(params.v_cache, page, tile.head, shared.wild[kv.stage], valid, o);
           __syncwarp();
         }
         if (lane == 0) barrier_arrive(&shared.v_empty[kv.stage]);
-      } else if (lane == 0) {
-        barrier_arrive(&shared.k_empty[kv.stage]);
-        barrier_arrive(&shared.v_empty[kv.stage]);
+      } else {
+        release_k();
+        if (lane == 0) barrier_arrive(&shared.v_empty[kv.stage]);
       }
       kv.advance();
     }
-    if (lane == 0) barrier_arrive(&shared.q_empty[ring.stage]);
+    if (!kIsFp8<kCache> && lane == 0) barrier_arrive(&shared.q_empty[q_barrier]);
     ring.advance();
 
 #pragma unroll
@@ -347,17 +530,18 @@ __device__ __forceinline__ void consume_tiles(const FinishParams& params, TileSh
       unit[r] = tile.head * params.plan.num_tokens + token[r];
     }
     add_leftovers(params, unit, in_tile, rows, o);
-    store_rows(params, tile, token, in_tile, rows, o);
+    store_rows<kCache>(params, tile, token, in_tile, rows, o);
   });
 }
 
+template <DType kCache>
 __global__ void __launch_bounds__(kThreads, 1)
     msa_sparse_prefill_query_block_sm90_kernel(const __grid_constant__ FinishParams params,
                                                const __grid_constant__ CUtensorMap q_map,
                                                const __grid_constant__ CUtensorMap k_map,
                                                const __grid_constant__ CUtensorMap v_map) {
   extern __shared__ __align__(1024) uint8_t shared_memory[];
-  TileSharedStorage& shared = *reinterpret_cast<TileSharedStorage*>(shared_memory);
+  auto& shared = *reinterpret_cast<TileSharedStorage<kCache>*>(shared_memory);
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kKVStages; ++stage) {
       barrier_init(&shared.k_full[stage], 1);
@@ -365,9 +549,20 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_init(&shared.k_empty[stage], kKVEmptyArrivals);
       barrier_init(&shared.v_empty[stage], kKVEmptyArrivals);
     }
-    for (int stage = 0; stage < kTileQStages; ++stage) {
-      barrier_init(&shared.q_full[stage], 1);
-      barrier_init(&shared.q_empty[stage], kConsumers * 4);
+    if constexpr (kIsFp8<kCache>) {
+      for (int consumer = 0; consumer < kConsumers; ++consumer) {
+        barrier_init(&shared.q_full[consumer], 1);
+        barrier_init(&shared.q_empty[consumer], 4);
+      }
+      for (int converter = 0; converter < kConverters; ++converter) {
+        barrier_init(&shared.page_full[converter], 1);
+        barrier_init(&shared.page_empty[converter], 1);
+      }
+    } else {
+      for (int stage = 0; stage < kTileQStages<kCache>; ++stage) {
+        barrier_init(&shared.q_full[stage], 1);
+        barrier_init(&shared.q_empty[stage], kConsumers * 4);
+      }
     }
     fence_barrier_init();
   }
@@ -377,7 +572,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0);
   if (warp >= kConsumers * 4) {
     lower_registers<kTileProducerRegisters>();
-    if (warp == kConsumers * 4) {
+    if constexpr (kIsFp8<kCache>) {
+      if (warp < kConsumers * 4 + kConverters) {
+        convert_fp8_pages(shared, warp - kConsumers * 4);
+      } else {
+        load_fp8_tiles(params, &q_map, &k_map, &v_map, shared);
+      }
+    } else if (warp == kConsumers * 4) {
       produce_blocks(params, &k_map, shared.k, shared.k_full, shared.k_empty, nullptr);
     } else if (warp == kConsumers * 4 + 1) {
       produce_blocks(params, &v_map, shared.v, shared.v_full, shared.v_empty, shared.wild);

@@ -1,0 +1,137 @@
+"""FP8 caches: every stored number, scales, NaN, and weights far below the largest."""
+
+import math
+
+import pytest
+import torch
+
+import msa_kernels
+from msa_kernels import reference
+from tests.inputs import BLOCK, FP8, D, make_case, same_bits
+from tests.tolerance import LSE_REL, assert_attention, near
+
+OPS = ["sparse_prefill", "sparse_decode"]
+HEADS = [(64, 4), (16, 1), (16, 2), (8, 2), (4, 2), (1, 1)]
+"""G 16 and 8, which share blocks between tokens, and smaller ones, which do not"""
+LENGTHS = [(3, 2200), (1, 129), (40, 300), (60, 5300)]
+"""few blocks, which all tokens share, and many, of which a token selects some"""
+
+
+@pytest.fixture(params=OPS)
+def op(request, require):
+    require(request.param, torch.bfloat16, FP8)
+    return request.param
+
+
+def fp8_case(lengths=LENGTHS, **options):
+    return make_case(lengths, dtype=torch.bfloat16, cache_dtype=FP8, **options)
+
+
+def run(op, case, **options):
+    """(out, lse) of an operator on the case."""
+    function = getattr(msa_kernels, op)
+    return function(*case.attend_args, **case.scales, return_lse=True, **options)
+
+
+def check(op, case):
+    out, lse = run(op, case)
+    assert_attention(case, out, lse, None, op)
+    return out, lse
+
+
+@pytest.mark.parametrize("hq,hkv", HEADS)
+def test_heads(device, op, hq, hkv):
+    """Scales that differ from head to head, and every selection that a tile of tokens may have."""
+    for selection in ("random", "same", "disjoint"):
+        case = fp8_case(hq=hq, hkv=hkv, layout="interleaved", selection=selection, device=device)
+        k_scale, v_scale = (torch.linspace(*ends, hkv) for ends in ((0.5, 2.0), (7.0, 0.01)))
+        check(op, case.with_(k_scale=k_scale.to(device), v_scale=v_scale.to(device)))
+
+
+def codes(first):
+    """128 numbers as stored, from a byte on."""
+    return (torch.arange(D) + first).to(torch.uint8)
+
+
+def shared_block_case(hq, hkv, k_row, v_row, device):
+    """128 tokens that select block 0 alone, whose tokens are all alike; D query heads see its K."""
+    case = fp8_case([(BLOCK, 2 * BLOCK)], hq=hq, hkv=hkv, topk=1, padding_rows=0, device=device)
+    page = case.block_table[0, 0].long()
+    for cache, row in ((case.k_cache, k_row), (case.v_cache, v_row)):
+        cache.view(torch.uint8)[page] = row.to(device).expand(hkv, BLOCK, D)
+    return case.with_(ids=torch.zeros_like(case.ids), k_scale=None, v_scale=None)
+
+
+@pytest.mark.parametrize("first", [0, 128])
+@pytest.mark.parametrize("hq,hkv", [(16, 1), (8, 1), (4, 1)])
+def test_every_number(device, op, hq, hkv, first):
+    """Each of the 256 as K, by the LSE of a query that sees it alone, and as V, by the output."""
+    stored = codes(first)
+    finite = stored.masked_fill((stored & 127) == 127, 0)
+    case = shared_block_case(hq, hkv, finite, stored, device)
+    q = torch.eye(D, dtype=torch.bfloat16, device=device)[:, None].expand(D, hq, D)
+    out, lse = run(op, case.with_(q=q.contiguous()), scale=1.0)
+    keys, values = (x.view(FP8).float().to(device) for x in (finite, stored))
+    expected = (keys + math.log(BLOCK))[:, None].expand(D, hq)
+    torch.testing.assert_close(lse, expected, rtol=LSE_REL, atol=1e-6)
+    assert torch.equal(out.isnan(), values.isnan().expand_as(out))
+    torch.testing.assert_close(
+        out.float(), values.expand_as(out), rtol=2**-9, atol=2**-20, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("hq,hkv", [(16, 1), (8, 1), (4, 1)])
+def test_weights_far_below_the_largest(device, op, hq, hkv):
+    """Weights of 2^-20 to 2^-36 beside a 1 whose V is 0: the output is theirs alone."""
+    case = shared_block_case(hq, hkv, torch.zeros(D), codes(0) % 8 + 0x38, device)
+    page = case.block_table[0, 0].long()
+    k, v = case.k_cache.view(torch.uint8)[page], case.v_cache.view(torch.uint8)[page]
+    k[:, 5, 0], v[:, 5] = 0x38, 0  # token 5: K is 1 where q looks, V 0
+    case.k_cache.view(torch.uint8)[page], case.v_cache.view(torch.uint8)[page] = k, v
+    q = torch.zeros_like(case.q)
+    below = torch.linspace(20, 36, BLOCK, device=device)
+    q[..., 0] = (below * math.log(2))[:, None]
+    case = case.with_(q=q)
+    out, lse = run(op, case, scale=1.0)
+    exact, exact_lse = reference.sparse_attention(
+        *case.attend_args, scale=1.0, compute_dtype=torch.float64
+    )
+    assert float(exact.abs().min()) > 0
+    torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=0)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=LSE_REL, atol=1e-6)
+
+
+@pytest.mark.parametrize("hq,hkv", [(32, 2), (16, 2), (4, 2)])
+def test_nan_of_later_tokens(device, op, hq, hkv):
+    """NaN in tokens that some queries see and others do not: in K and in V, in the place they have
+    and only there."""
+    case = fp8_case([(90, 300), (150, 150)], hq=hq, hkv=hkv, device=device)
+    for request, token, head in ((0, 250, 0), (0, 255, 1), (0, 256, 0), (0, 299, 1), (1, 77, 1)):
+        page = case.block_table[request, token // BLOCK].long()
+        case.v_cache.view(torch.uint8)[page, head, token % BLOCK, 3:7] = 0x7F
+        case.v_cache.view(torch.uint8)[page, head, token % BLOCK, 90] = 0xFF
+    page = case.block_table[1, 0].long()
+    case.k_cache.view(torch.uint8)[page, 0, 100, 17] = 0xFF
+    out, lse = run(op, case)
+    exact, exact_lse = reference.sparse_attention(*case.attend_args, **case.scales)
+    for got, want in ((out, exact), (lse, exact_lse)):
+        assert torch.equal(got.isfinite(), want.isfinite())
+        finite = want.isfinite()
+        torch.testing.assert_close(got[finite].float(), want[finite], **near(out.dtype))
+    assert bool(out[:40].isfinite().all())
+    assert bool(out[40:90, 0, [2, 7]].isfinite().all() and out[40:90, 0, 3:7].isnan().all())
+
+
+def test_twenty_runs_give_the_same_bits(device, op):
+    for hq, hkv in ((16, 1), (4, 1)):
+        case = fp8_case(hq=hq, hkv=hkv, device=device)
+        out, lse = run(op, case)
+        for _ in range(19):
+            again, again_lse = run(op, case)
+            assert same_bits(again, out) and same_bits(again_lse, lse)
+
+
+def test_many_tiles(device, op):
+    """More tiles and blocks than a GPU has multiprocessors: every buffer is used again and again."""
+    case = fp8_case([(700, 1900), (1300, 1300)], hq=16, hkv=2, topk=8, device=device)
+    check(op, case)
