@@ -59,7 +59,7 @@ struct TileSharedStorage {
 };
 // FP8: pages arrive beside the blocks that they become, and q has one stage, a part a consumer.
 constexpr int kConverters = 3;
-// What the consumers need to know of a block; it comes with V.
+// What the consumers need to know of a block; it comes with K.
 struct alignas(16) BlockInfo {
   int32_t first_valid;  // keys that the tile's first token may see, or more than there are
   uint32_t tokens;      // of TileBlock
@@ -78,7 +78,7 @@ struct TileSharedStorage<DType::kFloat8E4M3> {
   alignas(1024) uint8_t q[1][kTileQBytes];
   alignas(1024) uint8_t pages[kConverters][kFp8PageBytes];
   PageInfo infos[kConverters];  // of `pages`
-  BlockInfo blocks[kKVStages];
+  BlockInfo blocks[2 * kKVStages];  // of a block and, as its V is still read, of the one before
   uint32_t wild[kKVStages][kBlock / 32];
   uint64_t k_full[kKVStages], k_empty[kKVStages];
   uint64_t v_full[kKVStages], v_empty[kKVStages];
@@ -267,10 +267,10 @@ __device__ __forceinline__ void convert_fp8_pages(Fp8TileStorage& shared, int co
     if (info.written == kNoMorePages) return;
     if (n % 2 == 0) {
       barrier_wait(&shared.k_empty[stage], empty_phase);
+      if (lane == 0) shared.blocks[n / 2 % (2 * kKVStages)] = info.block;
       convert_page<PageKind::kKeys>(page, shared.k[stage], false, 0, nullptr);
     } else {
       barrier_wait(&shared.v_empty[stage], empty_phase);
-      if (lane == 0) shared.blocks[stage] = info.block;
       if (lane < kBlock / 32) shared.wild[stage][lane] = 0;
       __syncwarp();
       // Does the tile's first token see all of the block? Then all of them do.
@@ -285,6 +285,10 @@ __device__ __forceinline__ void convert_fp8_pages(Fp8TileStorage& shared, int co
     }
   }
 }
+
+// FP8: the largest weight of a row is 2^8 at first. As the maximum grows, weights may grow to 2^15,
+// which float16 holds, before the row's sums are made smaller: few blocks need that.
+constexpr float kFirstWeight = 8.0f, kWeightGrowth = 7.0f;
 
 // What a consumer thread keeps of its two rows while it walks the blocks of a tile.
 struct RunningRows {
@@ -319,9 +323,11 @@ __device__ __forceinline__ void running_softmax(Accumulator& s, const int32_t (&
   for (int r = 0; r < 2; ++r) {
     largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 1));
     largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 2));
-    float maximum = largest[r] * scale_log2;
-    if constexpr (kIsFp8<kCache>) maximum -= kWeightExponent<kCache>;
-    maximum = fmaxf(rows.maximum[r], maximum);
+    float maximum = fmaxf(rows.maximum[r], largest[r] * scale_log2);
+    if constexpr (kIsFp8<kCache>) {
+      maximum = largest[r] * scale_log2 - kFirstWeight;
+      if (!(maximum > rows.maximum[r] + kWeightGrowth)) maximum = rows.maximum[r];
+    }
     reference[r] = maximum == -INFINITY ? 0.0f : maximum;
     factor[r] = exp2_fast(rows.maximum[r] - reference[r]);
     rows.maximum[r] = maximum;
@@ -460,10 +466,11 @@ __device__ __forceinline__ void consume_tiles(const FinishParams& params,
       BlockInfo block{};  // FP8
       uint32_t members = members_of(current.tokens);
       barrier_wait(&shared.k_full[kv.stage], kv.phase);
-      barrier_wait(&shared.v_full[kv.stage], kv.phase);
       if constexpr (kIsFp8<kCache>) {
-        block = shared.blocks[kv.stage];
+        block = shared.blocks[kv.stage + kv.phase * kKVStages];
         members = members_of(block.tokens);
+      } else {
+        barrier_wait(&shared.v_full[kv.stage], kv.phase);
       }
       // Does the tile's first token see all of the block? Then all of them do.
       const bool masked = kIsFp8<kCache> ? block.first_valid < kBlock
@@ -495,8 +502,11 @@ __device__ __forceinline__ void consume_tiles(const FinishParams& params,
         uint32_t p[32];
         float factor[2];
         running_softmax<kCache>(s, valid, kIsFp8<kCache> ? block.scale_log2 : params.scale_log2, rows, p, factor);
+        if (!kIsFp8<kCache> || __any_sync(kAllLanes, factor[0] != 1.0f || factor[1] != 1.0f)) {
 #pragma unroll
-        for (int j = 0; j < 64; ++j) o[j] *= factor[j / 2 % 2];
+          for (int j = 0; j < 64; ++j) o[j] *= factor[j / 2 % 2];
+        }
+        if constexpr (kIsFp8<kCache>) barrier_wait(&shared.v_full[kv.stage], kv.phase);
         multiply_p_v<kCache>(p, v_base, kv.stage * kPageBytes, o, true);
         if (masked) {
           const int32_t page = kIsFp8<kCache>
@@ -508,6 +518,7 @@ __device__ __forceinline__ void consume_tiles(const FinishParams& params,
         if (lane == 0) barrier_arrive(&shared.v_empty[kv.stage]);
       } else {
         release_k();
+        if constexpr (kIsFp8<kCache>) barrier_wait(&shared.v_full[kv.stage], kv.phase);
         if (lane == 0) barrier_arrive(&shared.v_empty[kv.stage]);
       }
       kv.advance();
