@@ -82,14 +82,14 @@ def test_every_number(device, op, hq, hkv, first):
 
 @pytest.mark.parametrize("hq,hkv", [(16, 1), (8, 1), (4, 1)])
 def test_weights_far_below_the_largest(device, op, hq, hkv):
-    """Weights of 2^-20 to 2^-36 beside a 1 whose V is 0: the output is theirs alone."""
+    """Weights of 2^-14 to 2^-21 beside a 1 whose V is 0: the output is theirs alone."""
     case = shared_block_case(hq, hkv, torch.zeros(D), codes(0) % 8 + 0x38, device)
     page = case.block_table[0, 0].long()
     k, v = case.k_cache.view(torch.uint8)[page], case.v_cache.view(torch.uint8)[page]
     k[:, 5, 0], v[:, 5] = 0x38, 0  # token 5: K is 1 where q looks, V 0
     case.k_cache.view(torch.uint8)[page], case.v_cache.view(torch.uint8)[page] = k, v
     q = torch.zeros_like(case.q)
-    below = torch.linspace(20, 36, BLOCK, device=device)
+    below = torch.linspace(14, 21, BLOCK, device=device)
     q[..., 0] = (below * math.log(2))[:, None]
     case = case.with_(q=q)
     out, lse = run(op, case, scale=1.0)
@@ -99,6 +99,56 @@ def test_weights_far_below_the_largest(device, op, hq, hkv):
     assert float(exact.abs().min()) > 0
     torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=0)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=LSE_REL, atol=1e-6)
+
+
+@pytest.mark.parametrize("step", [-9.0, -2.0, 0.5, 2.0, 5.0, 9.0])
+@pytest.mark.parametrize("hq,hkv", [(16, 1), (4, 1)])
+def test_maxima_that_grow_or_shrink_from_block_to_block(device, op, hq, hkv, step):
+    """By `step` log2 units a block: sums are made smaller at every block, now and then, or never."""
+    case = fp8_case([(24, 16 * BLOCK)], hq=hq, hkv=hkv, padding_rows=0, device=device)
+    table = case.block_table[0].tolist()
+    for block in range(16):
+        stored = torch.tensor(float(block)).to(FP8).view(torch.uint8)
+        case.k_cache.view(torch.uint8)[table[block], ..., 0] = stored.to(device)
+    q = case.q * 0.1
+    q[..., 0] = step * math.log(2) * D**0.5
+    case = case.with_(q=q, k_scale=None)
+    assert_attention(case, *getattr(msa_kernels, op)(
+        *case.attend_args, v_scale=case.v_scale, return_lse=True
+    ))
+
+
+@pytest.mark.parametrize("size", [2.0**-60, 2.0**-20, 2.0**20, 2.0**60])
+@pytest.mark.parametrize("hq,hkv", [(16, 1), (8, 1), (4, 1)])
+def test_q_of_any_size(device, op, hq, hkv, size):
+    """A token's numbers, and k_scale, far from 1, beside tokens and heads of another size."""
+    case = fp8_case([(30, 1500)], hq=hq, hkv=hkv, device=device)
+    q = case.q.clone()
+    q[::2] *= size
+    q[1::2] /= 2.0**3
+    case = case.with_(q=q, k_scale=torch.full((1,), 1 / size, device=device))
+    out, lse = run(op, case)
+    exact, exact_lse = reference.sparse_attention(
+        *case.attend_args, **case.scales, compute_dtype=torch.float64
+    )
+    real = slice(0, case.num_real, 2)  # of the others some logits are beyond float32
+    torch.testing.assert_close(out[real].double(), exact[real], rtol=2**-6, atol=2**-6)
+    torch.testing.assert_close(lse[real].double(), exact_lse[real], rtol=LSE_REL, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("hq,hkv", [(16, 1), (8, 1), (4, 1)])
+def test_q_that_is_no_number_stays_in_its_head(device, op, hq, hkv, value):
+    case = fp8_case([(30, 1500)], hq=hq, hkv=hkv, padding_rows=0, device=device)
+    out, lse = run(op, case)
+    q = case.q.clone()
+    q[7, hq // 2, 11] = value
+    again, again_lse = run(op, case.with_(q=q))
+    assert bool(again[7, hq // 2].isnan().all() and again_lse[7, hq // 2].isnan())
+    touched = torch.zeros_like(lse, dtype=torch.bool)
+    touched[7, hq // 2] = True
+    torch.testing.assert_close(again[~touched], out[~touched], **near(out.dtype))
+    torch.testing.assert_close(again_lse[~touched], lse[~touched], rtol=LSE_REL, atol=1e-6)
 
 
 @pytest.mark.parametrize("hq,hkv", [(32, 2), (16, 2), (4, 2)])

@@ -47,16 +47,16 @@ __device__ __forceinline__ void store_shared(uint32_t address, const uint4& bits
                : "memory");
 }
 
-enum class PageKind { kKeys, kValues };
+enum class Converted { kBFloat16, kFloat16 };
 
 // 16 e4m3 -> two vectors of eight.
-template <PageKind kKind>
+template <Converted kTo>
 __device__ __forceinline__ void convert_vector(const uint4& bits, uint4 (&converted)[2]) {
   const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
   uint32_t pairs[4][2];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if constexpr (kKind == PageKind::kKeys) {
+    if constexpr (kTo == Converted::kBFloat16) {
       e4m3_to_bfloat16(words[i], pairs[i]);
     } else {
       e4m3_to_float16(words[i], pairs[i]);
@@ -78,7 +78,7 @@ __device__ __forceinline__ bool clear_nan(uint4& bits) {
 // not meet a weight of 0 becomes 0: rows at or past `written`, and NaN, whose rows are noted in
 // `wild`. `written` is a reference for the sake of registers: where it lies in shared memory, it is
 // read when it is needed.
-template <PageKind kKind>
+template <Converted kTo>
 __device__ __forceinline__ void convert_page(const uint8_t* page, uint8_t* block, bool clean,
                                              const int32_t& written, uint32_t* wild) {
   // Read anew for each page: kept over pages, what follows from it takes registers that are scarce.
@@ -92,7 +92,7 @@ __device__ __forceinline__ void convert_page(const uint8_t* page, uint8_t* block
   uint4 bits[2] = {load_shared(in), load_shared(in ^ 64)};
 #pragma unroll 1
   for (int group = 0; group < kPageGroups; ++group) {
-    if (kKind == PageKind::kValues && clean) {
+    if (clean) {
       const int32_t token = group * 8 + row;
       if (token >= written) bits[0] = bits[1] = make_uint4(0, 0, 0, 0);
       if (clear_nan(bits[0]) | clear_nan(bits[1])) atomicOr(&wild[token / 32], 1u << token % 32);
@@ -102,7 +102,7 @@ __device__ __forceinline__ void convert_page(const uint8_t* page, uint8_t* block
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint4 converted[2];
-      convert_vector<kKind>(bits[half], converted);
+      convert_vector<kTo>(bits[half], converted);
       if (group + 1 < kPageGroups) bits[half] = load_shared(in ^ half * 64);
       store_shared(out + half * (kPageBytes / 2), converted[0]);
       store_shared((out ^ 16) + half * (kPageBytes / 2), converted[1]);

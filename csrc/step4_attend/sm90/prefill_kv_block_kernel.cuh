@@ -106,12 +106,12 @@ __device__ __forceinline__ void produce_fp8_kv(const CUtensorMap* k_map, const C
   }
   __syncwarp();
   barrier_wait(&conversion.k_landed, landed_phase);
-  convert_page<PageKind::kKeys>(k_page, k, false, 0, nullptr);
+  convert_page<Converted::kBFloat16>(k_page, k, false, 0, nullptr);
   fence_async_proxy();
   __syncwarp();
   if (lane == 0) barrier_arrive(&shared.k_full[ring.stage]);
   barrier_wait(&conversion.v_landed, landed_phase);
-  convert_page<PageKind::kValues>(v_page, v, item.masked, item.written, wild);
+  convert_page<Converted::kFloat16>(v_page, v, item.masked, item.written, wild);
   fence_async_proxy();
   __syncwarp();
   if (lane == 0) barrier_arrive(&shared.v_full[ring.stage]);
@@ -390,14 +390,20 @@ __device__ __forceinline__ void add_wild_values(const PagedView& v_cache, int32_
 
 // s = Q K^T: 64 query rows by the 128 keys of a page, both in shared memory as two halves of D; q
 // and k are bytes from the bases. Added to a base before the call, they cost other registers.
+template <bool kFloat16 = false>
 __device__ __forceinline__ void multiply_q_k(uint64_t q_base, uint32_t q, uint64_t k_base,
                                              uint32_t k, Accumulator& s) {
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kHeadDim / 16; ++step) {
     const int half = step / 4, within = step % 4 * 32;
-    multiply_ss(advance(q_base, q + half * 1024 + within),
-                advance(k_base, k + half * (kPageBytes / 2) + within), s, step > 0);
+    const uint64_t a = advance(q_base, q + half * 1024 + within);
+    const uint64_t b = advance(k_base, k + half * (kPageBytes / 2) + within);
+    if constexpr (kFloat16) {
+      multiply_ss_float16(a, b, s, step > 0);
+    } else {
+      multiply_ss(a, b, s, step > 0);
+    }
   }
   wgmma_commit();
   wgmma_wait<0>();

@@ -268,20 +268,70 @@ __device__ __forceinline__ void convert_fp8_pages(Fp8TileStorage& shared, int co
     if (n % 2 == 0) {
       barrier_wait(&shared.k_empty[stage], empty_phase);
       if (lane == 0) shared.blocks[n / 2 % (2 * kKVStages)] = info.block;
-      convert_page<PageKind::kKeys>(page, shared.k[stage], false, 0, nullptr);
+      convert_page<Converted::kFloat16>(page, shared.k[stage], false, 0, nullptr);
     } else {
       barrier_wait(&shared.v_empty[stage], empty_phase);
       if (lane < kBlock / 32) shared.wild[stage][lane] = 0;
       __syncwarp();
       // Does the tile's first token see all of the block? Then all of them do.
-      convert_page<PageKind::kValues>(page, shared.v[stage], info.block.first_valid < kBlock,
-                                      info.written, shared.wild[stage]);
+      convert_page<Converted::kFloat16>(page, shared.v[stage], info.block.first_valid < kBlock,
+                                        info.written, shared.wild[stage]);
     }
     fence_async_proxy();
     __syncwarp();
     if (lane == 0) {
       barrier_arrive(n % 2 == 0 ? &shared.k_full[stage] : &shared.v_full[stage]);
       barrier_arrive(&shared.page_empty[converter]);
+    }
+  }
+}
+
+// FP8: the 16 rows of q that a warp multiplies, bfloat16 -> float16 in their place, so that K can be
+// float16: it costs a fourth of the instructions that bfloat16 does. Eight rows at a time, which
+// are one token's, are multiplied by the power of two that brings their largest finite number to
+// 2^14; what is lost then is under 2^-38 of that. factor: its inverse, for the thread's two rows.
+__device__ __forceinline__ void convert_q(uint8_t* rows, float (&factor)[2]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int group = 0; group < 2; ++group) {
+    uint4* vectors = reinterpret_cast<uint4*>(rows + group * 2048) + lane;
+    uint32_t words[16];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4 bits = vectors[32 * i];
+      words[4 * i] = bits.x;
+      words[4 * i + 1] = bits.y;
+      words[4 * i + 2] = bits.z;
+      words[4 * i + 3] = bits.w;
+    }
+    const auto low = [](uint32_t word) { return __uint_as_float(word << 16); };
+    const auto high = [](uint32_t word) { return __uint_as_float(word & 0xffff0000u); };
+    float largest = 0.0f;  // fmaxf leaves NaN out
+#pragma unroll
+    for (const uint32_t word : words) {
+      largest = fmaxf(largest, fmaxf(fabsf(low(word)), fabsf(high(word))));
+    }
+    if (largest == INFINITY) {
+      largest = 0.0f;
+#pragma unroll
+      for (const uint32_t word : words) {
+        if (fabsf(low(word)) < INFINITY) largest = fmaxf(largest, fabsf(low(word)));
+        if (fabsf(high(word)) < INFINITY) largest = fmaxf(largest, fabsf(high(word)));
+      }
+    }
+    const uint32_t exponent = __reduce_max_sync(kAllLanes, __float_as_uint(largest)) >> 23;
+    const uint32_t scale_exponent = min(2 * 127 + 14 - exponent, 253u);
+    const float scale = __uint_as_float(scale_exponent << 23);
+    factor[group] = __uint_as_float((254 - scale_exponent) << 23);
+#pragma unroll
+    for (uint32_t& word : words) {
+      const __half2 pair = __floats2half2_rn(low(word) * scale, high(word) * scale);
+      word = *reinterpret_cast<const uint32_t*>(&pair);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      vectors[32 * i] =
+          make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
     }
   }
 }
@@ -300,13 +350,13 @@ struct RunningRows {
 // that each row may see, 0 where its token does not share the block.
 template <DType kCache>
 __device__ __forceinline__ void running_softmax(Accumulator& s, const int32_t (&valid)[2],
-                                                float scale_log2, RunningRows& rows,
+                                                float (&scale_log2)[2], RunningRows& rows,
                                                 uint32_t (&p)[32], float (&factor)[2]) {
   const int quad = threadIdx.x % 4;
-  if (scale_log2 <= 0.0f) {  // so that the largest product is the largest logit, and -inf stays
+  if (scale_log2[0] <= 0.0f) {  // so that the largest product is the largest logit, and -inf stays
 #pragma unroll
-    for (float& value : s) value *= scale_log2;
-    scale_log2 = 1.0f;
+    for (int i = 0; i < 64; ++i) s[i] *= scale_log2[i / 2 % 2];
+    scale_log2[0] = scale_log2[1] = 1.0f;
   }
   if (valid[0] < kBlock || valid[1] < kBlock) {
 #pragma unroll
@@ -323,9 +373,9 @@ __device__ __forceinline__ void running_softmax(Accumulator& s, const int32_t (&
   for (int r = 0; r < 2; ++r) {
     largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 1));
     largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 2));
-    float maximum = fmaxf(rows.maximum[r], largest[r] * scale_log2);
+    float maximum = fmaxf(rows.maximum[r], largest[r] * scale_log2[r]);
     if constexpr (kIsFp8<kCache>) {
-      maximum = largest[r] * scale_log2 - kFirstWeight;
+      maximum = largest[r] * scale_log2[r] - kFirstWeight;
       if (!(maximum > rows.maximum[r] + kWeightGrowth)) maximum = rows.maximum[r];
     }
     reference[r] = maximum == -INFINITY ? 0.0f : maximum;
@@ -337,8 +387,8 @@ __device__ __forceinline__ void running_softmax(Accumulator& s, const int32_t (&
 #pragma unroll
   for (int i = 0; i < 64; i += 2) {
     const int r = i / 2 % 2;
-    const float first = exp2_fast(fmaf(s[i], scale_log2, -reference[r]));
-    const float second = exp2_fast(fmaf(s[i + 1], scale_log2, -reference[r]));
+    const float first = exp2_fast(fmaf(s[i], scale_log2[r], -reference[r]));
+    const float second = exp2_fast(fmaf(s[i + 1], scale_log2[r], -reference[r]));
     sum[r] += first + second;
     p[i / 2] = pack_weights<kCache>(first, second);
   }
@@ -453,6 +503,12 @@ __device__ __forceinline__ void consume_tiles(const FinishParams& params,
     for (float& value : o) value = 0.0f;
     RunningRows rows{{-INFINITY, -INFINITY}, {0.0f, 0.0f}};
     barrier_wait(&shared.q_full[q_barrier], ring.phase);
+    float q_factor[2] = {1.0f, 1.0f};
+    if constexpr (kIsFp8<kCache>) {
+      convert_q(shared.q[0] + consumer * kQTileBytes + warp * kQTileBytes / 4, q_factor);
+      fence_async_proxy();
+      named_barrier(1 + consumer, 128);
+    }
     TileBlock next{};
     if constexpr (!kIsFp8<kCache>) next = list[0];
     for (int32_t i = 0; i < tile.blocks; ++i) {
@@ -489,7 +545,7 @@ __device__ __forceinline__ void consume_tiles(const FinishParams& params,
       };
       if (members != 0) {
         Accumulator s;
-        multiply_q_k(q_base, ring.stage * kTileQBytes, k_base, kv.stage * kPageBytes, s);
+        multiply_q_k<kIsFp8<kCache>>(q_base, ring.stage * kTileQBytes, k_base, kv.stage * kPageBytes, s);
         release_k();
 
         int32_t valid[2];
@@ -501,7 +557,12 @@ __device__ __forceinline__ void consume_tiles(const FinishParams& params,
         }
         uint32_t p[32];
         float factor[2];
-        running_softmax<kCache>(s, valid, kIsFp8<kCache> ? block.scale_log2 : params.scale_log2, rows, p, factor);
+        float scale_log2[2] = {params.scale_log2, params.scale_log2};
+        if constexpr (kIsFp8<kCache>) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) scale_log2[r] = block.scale_log2 * q_factor[r];
+        }
+        running_softmax<kCache>(s, valid, scale_log2, rows, p, factor);
         if (!kIsFp8<kCache> || __any_sync(kAllLanes, factor[0] != 1.0f || factor[1] != 1.0f)) {
 #pragma unroll
           for (int j = 0; j < 64; ++j) o[j] *= factor[j / 2 % 2];
