@@ -74,11 +74,11 @@ __device__ __forceinline__ bool clear_nan(uint4& bits) {
   return (nan[0] | nan[1] | nan[2] | nan[3]) != 0;
 }
 
-// The page at `page` becomes the block at `block`; whole warp. With `clean` (of values) what must
+// The page at `page`, or 8 kGroups rows of it, becomes the block at `block`; whole warp. With `clean` (of values) what must
 // not meet a weight of 0 becomes 0: rows at or past `written`, and NaN, whose rows are noted in
 // `wild`. `written` is a reference for the sake of registers: where it lies in shared memory, it is
 // read when it is needed.
-template <Converted kTo>
+template <Converted kTo, int kGroups = kPageGroups>
 __device__ __forceinline__ void convert_page(const uint8_t* page, uint8_t* block, bool clean,
                                              const int32_t& written, uint32_t* wild) {
   // Read anew for each page: kept over pages, what follows from it takes registers that are scarce.
@@ -91,7 +91,7 @@ __device__ __forceinline__ void convert_page(const uint8_t* page, uint8_t* block
   uint32_t out = shared_address(block) + row * 128 + (2 * part ^ row) * 16;
   uint4 bits[2] = {load_shared(in), load_shared(in ^ 64)};
 #pragma unroll 1
-  for (int group = 0; group < kPageGroups; ++group) {
+  for (int group = 0; group < kGroups; ++group) {
     if (clean) {
       const int32_t token = group * 8 + row;
       if (token >= written) bits[0] = bits[1] = make_uint4(0, 0, 0, 0);
@@ -103,7 +103,7 @@ __device__ __forceinline__ void convert_page(const uint8_t* page, uint8_t* block
     for (int half = 0; half < 2; ++half) {
       uint4 converted[2];
       convert_vector<kTo>(bits[half], converted);
-      if (group + 1 < kPageGroups) bits[half] = load_shared(in ^ half * 64);
+      if (group + 1 < kGroups) bits[half] = load_shared(in ^ half * 64);
       store_shared(out + half * (kPageBytes / 2), converted[0]);
       store_shared((out ^ 16) + half * (kPageBytes / 2), converted[1]);
     }

@@ -83,38 +83,54 @@ __device__ __forceinline__ void for_items(const KVBlockParams& params, const Loa
   }
 }
 
-// FP8: the pages of an item, copied into their own blocks, then converted; by the whole warp.
-__device__ __forceinline__ void produce_fp8_kv(const CUtensorMap* k_map, const CUtensorMap* v_map,
-                                               SharedStorage<DType::kFloat8E4M3>& shared,
+using Fp8Storage = SharedStorage<DType::kFloat8E4M3>;
+
+// FP8: has the item's K arrived? Whole warp.
+__device__ __forceinline__ bool has_landed(Fp8Storage& shared, const RingPosition<kKVStages>& ring) {
+  return __shfl_sync(kAllLanes,
+                     barrier_test(&shared.conversion.k_landed[ring.stage], ring.phase), 0);
+}
+
+// FP8: a producer warp's quarter of the item's pages becomes a quarter of its blocks.
+__device__ __forceinline__ void convert_item(Fp8Storage& shared, RingPosition<kKVStages>& ring,
+                                             int producer) {
+  constexpr int kRows = kBlock / kProducers;
+  const int stage = ring.stage, offset = producer * kRows * 128;
+  const bool first_lane = threadIdx.x % 32 == 0;
+  uint8_t *k = shared.k[stage] + offset, *v = shared.v[stage] + offset;
+  barrier_wait(&shared.conversion.k_landed[stage], ring.phase);
+  convert_page<Converted::kBFloat16, kRows / 8>(k + kPageBytes / 2, k, false, 0, nullptr);
+  fence_async_proxy();
+  __syncwarp();
+  if (first_lane) barrier_arrive(&shared.k_full[stage]);
+  barrier_wait(&shared.conversion.v_landed[stage], ring.phase);
+  const ItemInfo& item = shared.items[stage];
+  const int32_t written = item.written - producer * kRows;
+  static_assert(kRows == 32, "a word of `wild` is a producer's");
+  convert_page<Converted::kFloat16, kRows / 8>(v + kPageBytes / 2, v, item.masked, written,
+                                               &shared.wild[stage][producer]);
+  fence_async_proxy();
+  __syncwarp();
+  if (first_lane) barrier_arrive(&shared.v_full[stage]);
+  ring.advance();
+}
+
+// FP8: brings the pages of an item into their own blocks, where the producers convert them.
+__device__ __forceinline__ void copy_fp8_pages(const CUtensorMap* k_map, const CUtensorMap* v_map,
+                                               Fp8Storage& shared,
                                                const RingPosition<kKVStages>& ring,
-                                               const ItemInfo& item, float scale_log2,
-                                               uint32_t landed_phase) {
-  const int lane = threadIdx.x % 32;
-  uint8_t *k = shared.k[ring.stage], *v = shared.v[ring.stage];
-  uint8_t *k_page = k + kPageBytes / 2, *v_page = v + kPageBytes / 2;
-  uint32_t* wild = shared.wild[ring.stage];
-  auto& conversion = shared.conversion;
-  barrier_wait(&shared.kv_empty[ring.stage], ring.phase ^ 1);
-  if (lane == 0) {
-    shared.items[ring.stage] = item;
-    conversion.scale_log2[ring.stage] = scale_log2;
-    for (int word = 0; word < kBlock / 32; ++word) wild[word] = 0;
-    barrier_arrive_expect(&conversion.k_landed, kFp8PageBytes);
-    copy_box(k_page, k_map, &conversion.k_landed, 0, 0, 0, item.head, item.page);
-    barrier_arrive_expect(&conversion.v_landed, kFp8PageBytes);
-    copy_box(v_page, v_map, &conversion.v_landed, 0, 0, 0, item.head, item.page);
-  }
-  __syncwarp();
-  barrier_wait(&conversion.k_landed, landed_phase);
-  convert_page<Converted::kBFloat16>(k_page, k, false, 0, nullptr);
-  fence_async_proxy();
-  __syncwarp();
-  if (lane == 0) barrier_arrive(&shared.k_full[ring.stage]);
-  barrier_wait(&conversion.v_landed, landed_phase);
-  convert_page<Converted::kFloat16>(v_page, v, item.masked, item.written, wild);
-  fence_async_proxy();
-  __syncwarp();
-  if (lane == 0) barrier_arrive(&shared.v_full[ring.stage]);
+                                               const ItemInfo& item, float scale_log2) {
+  const int stage = ring.stage;
+  barrier_wait(&shared.kv_empty[stage], ring.phase ^ 1);
+  shared.items[stage] = item;
+  shared.conversion.scale_log2[stage] = scale_log2;
+  for (uint32_t& rows : shared.wild[stage]) rows = 0;
+  const auto copy = [&](const CUtensorMap* map, uint8_t* block, uint64_t* landed) {
+    barrier_arrive_expect(landed, kFp8PageBytes);
+    copy_box(block + kPageBytes / 2, map, landed, 0, 0, 0, item.head, item.page);
+  };
+  copy(k_map, shared.k[stage], &shared.conversion.k_landed[stage]);
+  copy(v_map, shared.v[stage], &shared.conversion.v_landed[stage]);
 }
 
 template <DType kCache>
@@ -125,8 +141,7 @@ __device__ __forceinline__ void produce_kv(const KVBlockParams& params, const CU
   const int log_tile_tokens = 6 - params.log_group;
   RingPosition<kKVStages> ring;
   int32_t head = 0, page = 0, tiles = 0, written = 0, masked = 0;
-  float scale_log2 = 0.0f;    // FP8 only,
-  uint32_t landed_phase = 0;  // as this
+  float scale_log2 = 0.0f;  // FP8
   for_items(
       params,
       [&](const WorkItem& item) {
@@ -147,9 +162,11 @@ __device__ __forceinline__ void produce_kv(const KVBlockParams& params, const CU
         const ItemInfo info{__shfl_sync(kAllLanes, tiles, i), __shfl_sync(kAllLanes, written, i),
                             item_page, item_head, __shfl_sync(kAllLanes, masked, i) != 0};
         if constexpr (kIsFp8<kCache>) {
-          produce_fp8_kv(k_map, v_map, shared, ring, info, __shfl_sync(kAllLanes, scale_log2, i),
-                         landed_phase);
-          landed_phase ^= 1;
+          const float item_scale = __shfl_sync(kAllLanes, scale_log2, i);
+          if (lane == 0) copy_fp8_pages(k_map, v_map, shared, ring, info, item_scale);
+          __syncwarp();
+          convert_item(shared, ring, 0);
+          return;
         } else if (lane == 0) {
           barrier_wait(&shared.kv_empty[ring.stage], ring.phase ^ 1);
           shared.items[ring.stage] = info;
@@ -173,6 +190,7 @@ __device__ __forceinline__ void produce_q(const KVBlockParams& params, const CUt
   const int group = 1 << params.log_group, tile_tokens = kTileRows >> params.log_group;
   const int first_stage = consumer * kQStagesPerConsumer;
   RingPosition<kQStagesPerConsumer> ring;
+  RingPosition<kKVStages> kv;  // FP8
   int32_t head = 0, begin = 0, end = 0, first_valid = 0;
   Pair next{};  // of the lane, in the tile after the current one
   const auto load_pair = [&](int32_t first, int32_t item_end) {
@@ -197,7 +215,7 @@ __device__ __forceinline__ void produce_q(const KVBlockParams& params, const CUt
         const int32_t next_end = i + 1 < count ? __shfl_sync(kAllLanes, end, i + 1) : 0;
         if (i == 0) load_pair(item_begin, item_end);
         if (item_begin >= item_end) load_pair(next_begin, next_end);
-        for (int32_t first = item_begin; first < item_end; first += kConsumers * tile_tokens) {
+        const auto gather = [&](int32_t first) {
           Pair pair = next;
           const int32_t following = first + kConsumers * tile_tokens;
           load_pair(following < item_end ? following : next_begin,
@@ -230,7 +248,16 @@ __device__ __forceinline__ void produce_q(const KVBlockParams& params, const CUt
             }
           }
           ring.advance();
+        };
+        int32_t first = item_begin;
+        if constexpr (kIsFp8<kCache>) {  // a tile first, rather than wait for the pages
+          if (first < item_end && !has_landed(shared, kv)) {
+            gather(first);
+            first += kConsumers * tile_tokens;
+          }
+          convert_item(shared, kv, 1 + consumer);
         }
+        for (; first < item_end; first += kConsumers * tile_tokens) gather(first);
       });
 }
 
@@ -500,8 +527,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     prefetch_tensor_map(&k_map);
     prefetch_tensor_map(&v_map);
     for (int stage = 0; stage < kKVStages; ++stage) {
-      barrier_init(&shared.k_full[stage], 1);
-      barrier_init(&shared.v_full[stage], 1);
+      barrier_init(&shared.k_full[stage], kKVFullArrivals<kCache>);
+      barrier_init(&shared.v_full[stage], kKVFullArrivals<kCache>);
       barrier_init(&shared.kv_empty[stage], kKVEmptyArrivals);
     }
     for (int stage = 0; stage < kQStages; ++stage) {
@@ -509,8 +536,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_init(&shared.q_empty[stage], kQEmptyArrivals);
     }
     if constexpr (kIsFp8<kCache>) {
-      barrier_init(&shared.conversion.k_landed, 1);
-      barrier_init(&shared.conversion.v_landed, 1);
+      for (int stage = 0; stage < kKVStages; ++stage) {
+        barrier_init(&shared.conversion.k_landed[stage], 1);
+        barrier_init(&shared.conversion.v_landed[stage], 1);
+      }
     }
     fence_barrier_init();
   }

@@ -46,7 +46,7 @@ struct ConversionStorage {};
 template <>
 struct ConversionStorage<DType::kFloat8E4M3> {
   float scale_log2[kKVStages];
-  uint64_t k_landed, v_landed;
+  uint64_t k_landed[kKVStages], v_landed[kKVStages];
 };
 
 template <DType kCache>
@@ -70,6 +70,9 @@ constexpr int kSharedBytes = sizeof(SharedStorage<kCache>);
 static_assert(kSharedBytes<DType::kBFloat16> <= 227 * 1024, "shared memory of one CTA");
 static_assert(kSharedBytes<DType::kFloat8E4M3> <= 227 * 1024, "shared memory of one CTA");
 
+constexpr int kProducers = 4;  // warps
+template <DType kCache>
+constexpr int kKVFullArrivals = kIsFp8<kCache> ? kProducers : 1;  // each converts a part
 constexpr int kKVEmptyArrivals = kConsumers * 4;  // one a consumer warp
 constexpr int kQEmptyArrivals = 4;                // one a warp of the stage's warpgroup
 
