@@ -104,7 +104,7 @@ def test_weights_far_below_the_largest(device, op, hq, hkv):
 @pytest.mark.parametrize("step", [-9.0, -2.0, 0.5, 2.0, 5.0, 9.0])
 @pytest.mark.parametrize("hq,hkv", [(16, 1), (4, 1)])
 def test_maxima_that_grow_or_shrink_from_block_to_block(device, op, hq, hkv, step):
-    """By `step` log2 units a block: sums are made smaller at every block, now and then, or never."""
+    """By `step` log2 units a block: sums are made smaller at each, now and then, or never."""
     case = fp8_case([(24, 16 * BLOCK)], hq=hq, hkv=hkv, padding_rows=0, device=device)
     table = case.block_table[0].tolist()
     for block in range(16):
@@ -113,9 +113,9 @@ def test_maxima_that_grow_or_shrink_from_block_to_block(device, op, hq, hkv, ste
     q = case.q * 0.1
     q[..., 0] = step * math.log(2) * D**0.5
     case = case.with_(q=q, k_scale=None)
-    assert_attention(case, *getattr(msa_kernels, op)(
-        *case.attend_args, v_scale=case.v_scale, return_lse=True
-    ))
+    assert_attention(
+        case, *getattr(msa_kernels, op)(*case.attend_args, v_scale=case.v_scale, return_lse=True)
+    )
 
 
 @pytest.mark.parametrize("size", [2.0**-60, 2.0**-20, 2.0**20, 2.0**60])
@@ -153,13 +153,14 @@ def test_q_that_is_no_number_stays_in_its_head(device, op, hq, hkv, value):
 
 @pytest.mark.parametrize("hq,hkv", [(32, 2), (16, 2), (4, 2)])
 def test_nan_of_later_tokens(device, op, hq, hkv):
-    """NaN in tokens that some queries see and others do not: in K and in V, in the place they have
-    and only there."""
+    """NaN in tokens that some queries see and others do not: in K and in V, in its place and only
+    there, beside numbers that count for much."""
     case = fp8_case([(90, 300), (150, 150)], hq=hq, hkv=hkv, device=device)
     for request, token, head in ((0, 250, 0), (0, 255, 1), (0, 256, 0), (0, 299, 1), (1, 77, 1)):
         page = case.block_table[request, token // BLOCK].long()
         case.v_cache.view(torch.uint8)[page, head, token % BLOCK, 3:7] = 0x7F
         case.v_cache.view(torch.uint8)[page, head, token % BLOCK, 90] = 0xFF
+        case.v_cache.view(torch.uint8)[page, head, token % BLOCK, [2, 7]] = 0x74  # 192
     page = case.block_table[1, 0].long()
     case.k_cache.view(torch.uint8)[page, 0, 100, 17] = 0xFF
     out, lse = run(op, case)
@@ -182,6 +183,6 @@ def test_twenty_runs_give_the_same_bits(device, op):
 
 
 def test_many_tiles(device, op):
-    """More tiles and blocks than a GPU has multiprocessors: every buffer is used again and again."""
+    """More tiles and blocks than a GPU has multiprocessors: all buffers are used many times."""
     case = fp8_case([(700, 1900), (1300, 1300)], hq=16, hkv=2, topk=8, device=device)
     check(op, case)

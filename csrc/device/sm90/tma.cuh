@@ -39,8 +39,8 @@ CUtensorMap make_tensor_map(const char* op, const void* data, const uint64_t (&s
   for (uint32_t& stride : element_strides) stride = 1;
   const CUresult result = tensor_map_encoder(op)(
       &map, type, kDims, const_cast<void*>(data), sizes, strides, box, element_strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw_runtime_error(op, concat("cuTensorMapEncodeTiled failed with code ", int{result}));
   }

@@ -131,8 +131,8 @@ void run(const SparseAttendParams& params, const ExecContext& context) {
   const CUtensorMap v_map = make_kv_map(params.v_cache, params, context);
   const float scale_log2 = params.scale * 1.44269504088896340736f;
   const auto log_group = static_cast<int32_t>(std::lround(std::log2(params.group_size)));
-  const int kv_ctas = resident_ctas<kv_block_kernel>(context.op, context.device,
-                                                     prefill::kThreads, kSharedBytes);
+  const int kv_ctas =
+      resident_ctas<kv_block_kernel>(context.op, context.device, prefill::kThreads, kSharedBytes);
   const int tile_ctas = resident_ctas<query_block_kernel>(context.op, context.device,
                                                           prefill::kThreads, kTileSharedBytes);
   const int merge_ctas =
@@ -168,7 +168,7 @@ void run(const SparseAttendParams& params, const ExecContext& context) {
   for (int32_t round = 0; round < plan.rounds; ++round) {
     const prefill::KVBlockParams attend{params.batch, params.v_cache,  work.partials,
                                         plan.pairs,   plan.work_items, plan.round_items + round,
-                                        scale_log2,   log_group,        params.k_scale};
+                                        scale_log2,   log_group,       params.k_scale};
     launch_dependent(context.op, "launching the KV-block-major kernel", kv_block_kernel, kv_ctas,
                      prefill::kThreads, kSharedBytes, stream, attend, q_map, k_map, v_map);
     const prefill::FinishParams finish{

@@ -8,14 +8,15 @@
 //   query-major kernel or the merge) weighs and adds its slots. No running softmax, no atomics: a
 //   slot's bits do not depend on the tile it was computed in.
 //
+// clang-format off
 // Grid      persistent, one CTA an SM; CTA i takes work items i, i + gridDim, ...
 // Roles     role            warps   registers  does
-//           consumer 0..2   0-11    152        tiles w, w + 3, ... of an item: 64 rows = 64 / G
-//           tokens K/V producer    12      56         one box a K block, one a V block q producers
-//           13-15   56         warp 13 + w gathers the tiles of consumer w, a box a token
-// Shared    name      layout                                      bytes
-//           k         2 stages [half of d][128 tokens][64 d]      65,536   128-byte swizzle
-//           v         2 stages, the same                          65,536
+//           consumer 0..2   0-11    152        tiles w, w + 3, ... of an item: 64 / G tokens each
+//           K/V producer    12      56         one box a K block, one a V block
+//           q producers     13-15   56         warp 13 + w gathers tiles of consumer w, a box a token
+// Shared    name      layout                                              bytes
+//           k         2 stages [half of d][128 tokens][64 d]              65,536   128-byte swizzle
+//           v         2 stages, the same                                  65,536
 //           q         2 stages a consumer [row group][half of d][8 rows][64 d]  98,304
 // Barriers  name      arrivals                   who arrives            who waits
 //           k_full    1 + bytes of a block       K/V producer           consumers
@@ -28,12 +29,16 @@
 //           tile: a parity wait tolerates a lag of one phase.
 // Timeline  consumer: wait K, V, q | S = Q K^T | q_empty | softmax | O = P V | store | next tile
 //           the three consumers are out of step: one's softmax runs under another's products
+// FP8       the K/V producer brings the pages into their own blocks (prefill_fp8_page.cuh), and
+//           each of the four producers converts a quarter of both: k_landed and v_landed (1 + bytes
+//           of a page) say that a page is there, k_full and v_full (4) that it is a block. Weights
+//           are float16, as V is, and V is waited for after the softmax.
 // Unseen    of K: masked columns are replaced before use. Of V: 0 * NaN is NaN, so in blocks that
-// some
-//           token sees in part only, the consumers zero the rows at or past the request's length
-//           and those that hold NaN or Inf, before the block's first use, and add the latter back,
-//           from the cache, to the rows that do see them.
-// Limits    bfloat16, D = 128, G in {1, 2, 4, 8, 16}.
+//           some token sees in part only, rows at or past the request's length, and NaN and Inf,
+//           become 0 before the block's first use, by the consumers (FP8: the producers); NaN and
+//           Inf are added back, from the cache, to the rows that do see them.
+// Limits    bfloat16 q, D = 128, G in {1, 2, 4, 8, 16}.
+// clang-format on
 #pragma once
 
 #include <cuda_fp8.h>
@@ -86,9 +91,10 @@ __device__ __forceinline__ void for_items(const KVBlockParams& params, const Loa
 using Fp8Storage = SharedStorage<DType::kFloat8E4M3>;
 
 // FP8: has the item's K arrived? Whole warp.
-__device__ __forceinline__ bool has_landed(Fp8Storage& shared, const RingPosition<kKVStages>& ring) {
-  return __shfl_sync(kAllLanes,
-                     barrier_test(&shared.conversion.k_landed[ring.stage], ring.phase), 0);
+__device__ __forceinline__ bool has_landed(Fp8Storage& shared,
+                                           const RingPosition<kKVStages>& ring) {
+  return __shfl_sync(kAllLanes, barrier_test(&shared.conversion.k_landed[ring.stage], ring.phase),
+                     0);
 }
 
 // FP8: a producer warp's quarter of the item's pages becomes a quarter of its blocks.
@@ -370,8 +376,14 @@ __device__ __forceinline__ bool is_wild(uint32_t pair) {  // NaN or Inf in one o
   return (pair & 0x7f80u) == 0x7f80u || (pair & 0x7f800000u) == 0x7f800000u;
 }
 
-// Zeroes the rows of V that must not meet a weight of 0: at or past `written`, and those with NaN
-// or Inf, which it notes in `wild`. By all consumers.
+__device__ __forceinline__ uint32_t without_wild(uint32_t pair) {  // NaN and Inf as 0
+  if ((pair & 0x7f80u) == 0x7f80u) pair &= 0xffff0000u;
+  if ((pair & 0x7f800000u) == 0x7f800000u) pair &= 0xffffu;
+  return pair;
+}
+
+// Zeroes what of V must not meet a weight of 0: rows at or past `written`, and NaN and Inf, whose
+// rows it notes in `wild`. By all consumers.
 __device__ __forceinline__ void clean_values(uint8_t* v, int32_t written, uint32_t* wild) {
   constexpr int kRowVectors = 8;  // 16-byte vectors of half a row
   for (int i = threadIdx.x; i < kBlock * kRowVectors * 2; i += kConsumers * 128) {
@@ -382,7 +394,8 @@ __device__ __forceinline__ void clean_values(uint8_t* v, int32_t written, uint32
       *vector = make_uint4(0, 0, 0, 0);
     } else if (is_wild(bits.x) || is_wild(bits.y) || is_wild(bits.z) || is_wild(bits.w)) {
       atomicOr(&wild[row / 32], 1u << row % 32);
-      *vector = make_uint4(0, 0, 0, 0);
+      *vector = make_uint4(without_wild(bits.x), without_wild(bits.y), without_wild(bits.z),
+                           without_wild(bits.w));
     }
   }
   fence_async_proxy();
@@ -472,10 +485,10 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
   const int32_t end_item = params.item_range[1];
   for (int32_t index = params.item_range[0] + blockIdx.x; index < end_item; index += gridDim.x) {
     barrier_wait(&shared.k_full[kv.stage], kv.phase);
-    barrier_wait(&shared.v_full[kv.stage], kv.phase);
+    if constexpr (!kIsFp8<kCache>) barrier_wait(&shared.v_full[kv.stage], kv.phase);
     const ItemInfo item = shared.items[kv.stage];
     float scale_log2 = params.scale_log2;
-    if constexpr (kIsFp8<kCache>) {  // whose values the producer has cleaned
+    if constexpr (kIsFp8<kCache>) {  // V is converted, and cleaned, under the first products
       scale_log2 = shared.conversion.scale_log2[kv.stage];
     } else if (item.masked) {
       clean_values(shared.v[kv.stage], item.written, shared.wild[kv.stage]);
@@ -499,16 +512,19 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
       uint32_t p[32];
       float maximum[2], sum[2];
       softmax<kCache>(s, rows, scale_log2, p, maximum, sum);
+      if constexpr (kIsFp8<kCache>) barrier_wait(&shared.v_full[kv.stage], kv.phase);
 
       Accumulator o;
       multiply_p_v<kCache>(p, v_base, kv.stage * kPageBytes, o, false);
       if (item.masked) {
         const int32_t valid[2] = {rows[0].valid, rows[1].valid};
-        add_wild_values<kCache>(params.v_cache, item.page, item.head, shared.wild[kv.stage], valid, o);
+        add_wild_values<kCache>(params.v_cache, item.page, item.head, shared.wild[kv.stage], valid,
+                                o);
         __syncwarp();
       }
       store_partial(params, rows, o, maximum, sum);
     }
+    if constexpr (kIsFp8<kCache>) barrier_wait(&shared.v_full[kv.stage], kv.phase);
     if (lane == 0) barrier_arrive(&shared.kv_empty[kv.stage]);
     kv.advance();
   }

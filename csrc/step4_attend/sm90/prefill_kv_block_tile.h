@@ -73,8 +73,8 @@ static_assert(kSharedBytes<DType::kFloat8E4M3> <= 227 * 1024, "shared memory of 
 constexpr int kProducers = 4;  // warps
 template <DType kCache>
 constexpr int kKVFullArrivals = kIsFp8<kCache> ? kProducers : 1;  // each converts a part
-constexpr int kKVEmptyArrivals = kConsumers * 4;  // one a consumer warp
-constexpr int kQEmptyArrivals = 4;                // one a warp of the stage's warpgroup
+constexpr int kKVEmptyArrivals = kConsumers * 4;                  // one a consumer warp
+constexpr int kQEmptyArrivals = 4;  // one a warp of the stage's warpgroup
 
 // Partial results, a slot for each leftover entry (prefill_plan.h):
 //   out    [slots][G][128] bfloat16, not normalised, in the order of the accumulator: of 8 rows of

@@ -78,8 +78,8 @@ __device__ __forceinline__ void for_units(int32_t num_units, const Passes& passe
   }
 }
 
-// What a sum of weighted values is multiplied with to be a result. A sum of 0: nothing to attend to.
-// NaN stays NaN.
+// What a sum of weighted values is multiplied with to be a result. A sum of 0: nothing to attend
+// to. NaN stays NaN.
 template <DType kCache>
 __device__ __forceinline__ float normaliser(const FinishParams& params, int32_t head, float sum) {
   if constexpr (kIsFp8<kCache>) {

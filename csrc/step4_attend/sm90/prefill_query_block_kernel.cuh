@@ -6,17 +6,18 @@
 //   for each leftover slot (m_s, l_s, o_s): the same with p V = o_s and sum p = l_s
 //   out = o / l;  lse = m + log(l)
 //
+// clang-format off
 // Grid      persistent, one CTA an SM; CTA i takes tiles (head, 3 * 64 / G tokens) i, i + gridDim,
-// ...,
-//           leaving out those that are not query-major.
+//           ..., leaving out those that are not query-major.
 // Roles     role           warps  registers  does
-//           consumer 0..2  0-11   160        64 rows = 64 / G tokens; skips blocks that none of
-//           them shares K producer     12     32         one box a block V producer     13     32
-//           the same: a warp of its own, or K's wait would hold V up q producer     14     32 the
-//           tile's tokens, a box each idle           15
-// Shared    k  2 stages [half of d][128 tokens][64 d]     65,536   128-byte swizzle
-//           v  2 stages, the same                          65,536
-//           q  2 stages [24 row groups][half of d][8 rows][64 d]  98,304
+//           consumer 0..2  0-11   160        64 rows = 64 / G tokens; skips blocks that none shares
+//           K producer     12     32         one box a block
+//           V producer     13     32         the same: its own warp, or K's wait would hold V up
+//           q producer     14     32         the tile's tokens, a box each
+//           idle           15
+// Shared    k  2 stages [half of d][128 tokens][64 d]            65,536   128-byte swizzle
+//           v  2 stages, the same                                65,536
+//           q  2 stages [24 row groups][half of d][8 rows][64 d] 98,304
 // Barriers  name     arrivals                      who arrives            who waits
 //           k_full   1 + bytes of a block          K producer             consumers
 //           k_empty  12 = 3 consumers * 4 warps    each consumer warp     K producer
@@ -26,95 +27,18 @@
 //           named 1  384                           all consumers, in masked blocks
 //           A consumer that skips a block still waits for K and V before it releases them.
 // Timeline  consumer: wait K, V | S = Q K^T | k_empty | softmax, o *= | o += P V | v_empty | next
-// block
 //           the three consumers are out of step: one's softmax runs under another's products
-// Limits    bfloat16, D = 128, G 8 and 16; a tile's tokens belong to one request (the plan sees to
-// it).
+// FP8       other producers, q in float16: prefill_query_block_fp8.cuh. The consumer waits for V
+//           after the softmax, and does not shrink o before its weights would leave float16.
+// Limits    bfloat16 q, D = 128, G 8 and 16; a tile's tokens belong to one request (the plan sees
+//           to it).
+// clang-format on
 #pragma once
 
-#include "step4_attend/sm90/prefill_kv_block_kernel.cuh"
-#include "step4_attend/sm90/prefill_merge_kernel.cuh"
+#include "step4_attend/sm90/prefill_query_block_fp8.cuh"
+#include "step4_attend/sm90/prefill_query_block_tile.cuh"
 
 namespace msa::sparse_prefill::sm90 {
-
-constexpr int kTileConsumerRegisters = 160;
-constexpr int kTileProducerRegisters = 32;
-template <DType kCache>
-constexpr int kTileQStages = kIsFp8<kCache> ? 1 : 2;
-constexpr int kTileQBytes = kTileGroups * kQTileBytes;
-static_assert(kTileGroups == kConsumers, "a group of the plan is a consumer's rows");
-static_assert((kConsumers * kTileConsumerRegisters + kTileProducerRegisters) * 128 <= 65536,
-              "setmaxnreg hands out what the CTA holds at launch");
-
-template <DType kCache>
-struct TileSharedStorage {
-  static constexpr int kQStages = kTileQStages<kCache>;
-  alignas(1024) uint8_t k[kKVStages][kPageBytes];
-  alignas(1024) uint8_t v[kKVStages][kPageBytes];
-  alignas(1024) uint8_t q[kQStages][kTileQBytes];
-  uint32_t wild[kKVStages][kBlock / 32];  // rows of V with NaN or Inf, of masked blocks
-  uint64_t k_full[kKVStages], k_empty[kKVStages];
-  uint64_t v_full[kKVStages], v_empty[kKVStages];
-  uint64_t q_full[kQStages], q_empty[kQStages];
-};
-// FP8: pages arrive beside the blocks that they become, and q has one stage, a part a consumer.
-constexpr int kConverters = 3;
-// What the consumers need to know of a block; it comes with K.
-struct alignas(16) BlockInfo {
-  int32_t first_valid;  // keys that the tile's first token may see, or more than there are
-  uint32_t tokens;      // of TileBlock
-  int32_t page;
-  float scale_log2;
-};
-struct PageInfo {
-  BlockInfo block;
-  int32_t written;  // tokens of the request from the block's first on
-};
-constexpr int32_t kNoMorePages = -1;  // in place of `written`
-template <>
-struct TileSharedStorage<DType::kFloat8E4M3> {
-  alignas(1024) uint8_t k[kKVStages][kPageBytes];
-  alignas(1024) uint8_t v[kKVStages][kPageBytes];
-  alignas(1024) uint8_t q[1][kTileQBytes];
-  alignas(1024) uint8_t pages[kConverters][kFp8PageBytes];
-  PageInfo infos[kConverters];  // of `pages`
-  BlockInfo blocks[2 * kKVStages];  // of a block and, as its V is still read, of the one before
-  uint32_t wild[kKVStages][kBlock / 32];
-  uint64_t k_full[kKVStages], k_empty[kKVStages];
-  uint64_t v_full[kKVStages], v_empty[kKVStages];
-  uint64_t q_full[kConsumers], q_empty[kConsumers];
-  uint64_t page_full[kConverters], page_empty[kConverters];
-};
-template <DType kCache>
-constexpr int kTileSharedBytes = sizeof(TileSharedStorage<kCache>);
-static_assert(kTileSharedBytes<DType::kBFloat16> <= 227 * 1024, "shared memory of one CTA");
-static_assert(kTileSharedBytes<DType::kFloat8E4M3> <= 227 * 1024, "shared memory of one CTA");
-
-struct Tile {
-  int32_t blocks;
-  int32_t head, first_token, tokens;
-};
-
-__device__ __forceinline__ Tile load_tile(const FinishParams& params, int32_t index) {
-  const PrefillPlan& plan = params.plan;
-  Tile tile;
-  tile.blocks = plan.tile_blocks[index];
-  tile.head = index / static_cast<int32_t>(plan.tiles);
-  tile.first_token =
-      index % static_cast<int32_t>(plan.tiles) * static_cast<int32_t>(plan.tile_tokens);
-  tile.tokens = min(static_cast<int32_t>(plan.tile_tokens),
-                    static_cast<int32_t>(plan.num_tokens) - tile.first_token);
-  return tile;
-}
-
-// Calls visit(tile index) for the tiles that this CTA attends to in this round.
-template <typename Visit>
-__device__ __forceinline__ void for_query_tiles(const FinishParams& params, const Visit& visit) {
-  for_units(
-      static_cast<int32_t>(params.num_kv_heads * params.plan.tiles),
-      [&](int64_t tile) { return in_round(params, tile) && params.plan.tile_blocks[tile] != 0; },
-      visit);
-}
 
 // Brings the K or the V blocks of every tile; whole warp, its lanes look up 32 pages at a time.
 // With V comes `wild`, cleared; null with K.
@@ -164,176 +88,6 @@ __device__ __forceinline__ void produce_tile_q(const FinishParams& params, const
     }
     ring.advance();
   });
-}
-
-using Fp8TileStorage = TileSharedStorage<DType::kFloat8E4M3>;
-
-// FP8: brings q to those of the consumers `waiting` (bits) that have let go of the tile before.
-// Returns who still waits. Whole warp.
-__device__ __forceinline__ uint32_t load_free_q(const FinishParams& params, const CUtensorMap* map,
-                                                Fp8TileStorage& shared, const Tile& tile,
-                                                uint32_t waiting, uint32_t phase) {
-  const int lane = threadIdx.x % 32, group = 1 << params.log_group;
-  const int group_tokens = kTileRows >> params.log_group;
-#pragma unroll 1
-  for (int consumer = 0; consumer < kConsumers; ++consumer) {
-    if ((waiting >> consumer & 1) == 0) continue;
-    const bool free = barrier_test(&shared.q_empty[consumer], phase ^ 1);
-    if (!__shfl_sync(kAllLanes, free, 0)) continue;
-    waiting ^= 1u << consumer;
-    const int first = consumer * group_tokens;
-    const int tokens = max(0, min(group_tokens, tile.tokens - first));
-    if (lane == 0) {
-      barrier_arrive_expect(&shared.q_full[consumer], tokens * group * kHeadDim * 2);
-    }
-    __syncwarp();
-    if (lane < tokens) {
-      copy_box(shared.q[0] + (first + lane) * group / 8 * 2048, map, &shared.q_full[consumer], 0, 0,
-               0, tile.head * group / 8, tile.first_token + first + lane);
-    }
-  }
-  return waiting;
-}
-
-// FP8: brings the pages of every tile, K and V of a block in turn, each to the converter whose turn
-// it is, and q. Whole warp. It never waits for a page's place without looking after q: the
-// consumers may need that q before they free anything.
-__device__ __forceinline__ void load_fp8_tiles(const FinishParams& params, const CUtensorMap* q_map,
-                                               const CUtensorMap* k_map, const CUtensorMap* v_map,
-                                               Fp8TileStorage& shared) {
-  const int lane = threadIdx.x % 32;
-  RingPosition<kConverters> ring;
-  uint32_t q_phase = 0;
-  for_query_tiles(params, [&](int32_t index) {
-    const Tile tile = load_tile(params, index);
-    const TokenPosition position = find_position(params.batch, tile.first_token);
-    const int32_t seq_len = seq_len_of(params.batch, position.request);
-    const float scale_log2 = params.scale_log2 * scale_of(params.k_scale, tile.head);
-    const TileBlock* list = params.plan.tile_list + index * params.plan.tile_capacity;
-    uint32_t waiting = (1u << kConsumers) - 1;
-    for (int32_t first = 0; first < tile.blocks; first += 32) {
-      const int32_t count = min(32, tile.blocks - first);
-      int32_t page = 0;
-      TileBlock block{};
-      if (lane < count) {
-        block = list[first + lane];
-        page = page_of(params.batch, position.request, block.block);
-      }
-      for (int32_t i = 0; i < 2 * count; ++i) {
-        for (;;) {
-          const bool free = barrier_test(&shared.page_empty[ring.stage], ring.phase ^ 1);
-          waiting = load_free_q(params, q_map, shared, tile, waiting, q_phase);
-          if (__shfl_sync(kAllLanes, free, 0)) break;
-          __nanosleep(64);
-        }
-        const int32_t begin = __shfl_sync(kAllLanes, block.block, i / 2) * kBlock;
-        const uint32_t tokens = __shfl_sync(kAllLanes, block.tokens, i / 2);
-        const int32_t block_page = __shfl_sync(kAllLanes, page, i / 2);
-        if (lane == 0) {
-          shared.infos[ring.stage] = {{position.pos + 1 - begin, tokens, block_page, scale_log2},
-                                      seq_len - begin};
-          barrier_arrive_expect(&shared.page_full[ring.stage], kFp8PageBytes);
-          copy_box(shared.pages[ring.stage], i % 2 == 0 ? k_map : v_map,
-                   &shared.page_full[ring.stage], 0, 0, 0, tile.head, block_page);
-        }
-        ring.advance();
-      }
-    }
-    while (waiting != 0) {
-      waiting = load_free_q(params, q_map, shared, tile, waiting, q_phase);
-      __nanosleep(64);
-    }
-    q_phase ^= 1;
-  });
-  for (int i = 0; i < kConverters; ++i) {
-    barrier_wait(&shared.page_empty[ring.stage], ring.phase ^ 1);
-    if (lane == 0) {
-      shared.infos[ring.stage].written = kNoMorePages;
-      barrier_arrive(&shared.page_full[ring.stage]);
-    }
-    ring.advance();
-  }
-}
-
-// FP8: converts pages n = converter, converter + 3, ...: page n is of K where n is even, else of V,
-// of the CTA's block n / 2. Whole warp.
-__device__ __forceinline__ void convert_fp8_pages(Fp8TileStorage& shared, int converter) {
-  const int lane = threadIdx.x % 32;
-  const uint8_t* page = shared.pages[converter];
-  const PageInfo& info = shared.infos[converter];
-  for (uint32_t n = converter;; n += kConverters) {
-    const uint32_t stage = n / 2 % kKVStages, empty_phase = (n / 2 / kKVStages & 1) ^ 1;
-    barrier_wait(&shared.page_full[converter], n / kConverters & 1);
-    if (info.written == kNoMorePages) return;
-    if (n % 2 == 0) {
-      barrier_wait(&shared.k_empty[stage], empty_phase);
-      if (lane == 0) shared.blocks[n / 2 % (2 * kKVStages)] = info.block;
-      convert_page<Converted::kFloat16>(page, shared.k[stage], false, 0, nullptr);
-    } else {
-      barrier_wait(&shared.v_empty[stage], empty_phase);
-      if (lane < kBlock / 32) shared.wild[stage][lane] = 0;
-      __syncwarp();
-      // Does the tile's first token see all of the block? Then all of them do.
-      convert_page<Converted::kFloat16>(page, shared.v[stage], info.block.first_valid < kBlock,
-                                        info.written, shared.wild[stage]);
-    }
-    fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) {
-      barrier_arrive(n % 2 == 0 ? &shared.k_full[stage] : &shared.v_full[stage]);
-      barrier_arrive(&shared.page_empty[converter]);
-    }
-  }
-}
-
-// FP8: the 16 rows of q that a warp multiplies, bfloat16 -> float16 in their place, so that K can be
-// float16: it costs a fourth of the instructions that bfloat16 does. Eight rows at a time, which
-// are one token's, are multiplied by the power of two that brings their largest finite number to
-// 2^14; what is lost then is under 2^-38 of that. factor: its inverse, for the thread's two rows.
-__device__ __forceinline__ void convert_q(uint8_t* rows, float (&factor)[2]) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int group = 0; group < 2; ++group) {
-    uint4* vectors = reinterpret_cast<uint4*>(rows + group * 2048) + lane;
-    uint32_t words[16];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint4 bits = vectors[32 * i];
-      words[4 * i] = bits.x;
-      words[4 * i + 1] = bits.y;
-      words[4 * i + 2] = bits.z;
-      words[4 * i + 3] = bits.w;
-    }
-    const auto low = [](uint32_t word) { return __uint_as_float(word << 16); };
-    const auto high = [](uint32_t word) { return __uint_as_float(word & 0xffff0000u); };
-    float largest = 0.0f;  // fmaxf leaves NaN out
-#pragma unroll
-    for (const uint32_t word : words) {
-      largest = fmaxf(largest, fmaxf(fabsf(low(word)), fabsf(high(word))));
-    }
-    if (largest == INFINITY) {
-      largest = 0.0f;
-#pragma unroll
-      for (const uint32_t word : words) {
-        if (fabsf(low(word)) < INFINITY) largest = fmaxf(largest, fabsf(low(word)));
-        if (fabsf(high(word)) < INFINITY) largest = fmaxf(largest, fabsf(high(word)));
-      }
-    }
-    const uint32_t exponent = __reduce_max_sync(kAllLanes, __float_as_uint(largest)) >> 23;
-    const uint32_t scale_exponent = min(2 * 127 + 14 - exponent, 253u);
-    const float scale = __uint_as_float(scale_exponent << 23);
-    factor[group] = __uint_as_float((254 - scale_exponent) << 23);
-#pragma unroll
-    for (uint32_t& word : words) {
-      const __half2 pair = __floats2half2_rn(low(word) * scale, high(word) * scale);
-      word = *reinterpret_cast<const uint32_t*>(&pair);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      vectors[32 * i] =
-          make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
-    }
-  }
 }
 
 // FP8: the largest weight of a row is 2^8 at first. As the maximum grows, weights may grow to 2^15,
@@ -545,14 +299,15 @@ __device__ __forceinline__ void consume_tiles(const FinishParams& params,
       };
       if (members != 0) {
         Accumulator s;
-        multiply_q_k<kIsFp8<kCache>>(q_base, ring.stage * kTileQBytes, k_base, kv.stage * kPageBytes, s);
+        multiply_q_k<kIsFp8<kCache>>(q_base, ring.stage * kTileQBytes, k_base,
+                                     kv.stage * kPageBytes, s);
         release_k();
 
         int32_t valid[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int32_t seen = kIsFp8<kCache> ? pos[r] + block.first_valid
-                                              : pos[r] - current.block * kBlock + 1;
+          const int32_t seen =
+              kIsFp8<kCache> ? pos[r] + block.first_valid : pos[r] - current.block * kBlock + 1;
           valid[r] = members >> member[r] & 1 ? min(kBlock, seen) : 0;
         }
         uint32_t p[32];
@@ -570,9 +325,8 @@ __device__ __forceinline__ void consume_tiles(const FinishParams& params,
         if constexpr (kIsFp8<kCache>) barrier_wait(&shared.v_full[kv.stage], kv.phase);
         multiply_p_v<kCache>(p, v_base, kv.stage * kPageBytes, o, true);
         if (masked) {
-          const int32_t page = kIsFp8<kCache>
-                                   ? block.page
-                                   : page_of(params.batch, first.request, current.block);
+          const int32_t page =
+              kIsFp8<kCache> ? block.page : page_of(params.batch, first.request, current.block);
           add_wild_values<kCache>(params.v_cache, page, tile.head, shared.wild[kv.stage], valid, o);
           __syncwarp();
         }
