@@ -16,10 +16,11 @@
   X(merge_lse, sm80, kFloat32, kOther) \
   X(merge_lse, sm80, kBFloat16, kOther)
 
-#define MSA_CUDA_CONFIGS(X)                     \
-  X(kv_block_schedule, sm80, kInt32, kOther)    \
-  X(kv_block_schedule, sm80, kInt64, kOther)    \
-  X(sparse_prefill, sm90, kBFloat16, kBFloat16) \
+#define MSA_CUDA_CONFIGS(X)                       \
+  X(kv_block_schedule, sm80, kInt32, kOther)      \
+  X(kv_block_schedule, sm80, kInt64, kOther)      \
+  X(sparse_prefill, sm90, kBFloat16, kBFloat16)   \
+  X(sparse_prefill, sm90, kBFloat16, kFloat8E4M3) \
   MSA_CUDA_MERGE_LSE_CONFIGS(X)
 
 #define MSA_CPU_ATTEND_CONFIGS(X, op) \

@@ -85,6 +85,17 @@ def test_the_instructions_it_exists_for(kernel):
         assert not re.search(r"\b(LDL|STL)\b", body), f"{body.splitlines()[0]} uses local memory"
 
 
+@pytest.mark.parametrize("kernel", ["kv_block", "query_block"])
+def test_fp8_caches_are_converted(kernel):
+    """One instantiation of each kernel converts e4m3 and multiplies float16; the other neither."""
+    name = f"msa_sparse_prefill_{kernel}_sm90_kernel"
+    bodies = re.split(r"\n\s*Function : ", dump("--dump-sass"))
+    bodies = [body for body in bodies[1:] if name in body.splitlines()[0]]
+    converting = ["F2FP.F16.E4M3.UNPACK_B" in body for body in bodies]
+    float16 = [bool(re.search(r"HGMMA\.64x128x16\.F32 ", body)) for body in bodies]
+    assert sorted(converting) == [False, True] and float16 == converting
+
+
 def test_every_kernel_is_listed():
     """A new kernel is hot unless someone decides otherwise, here."""
     named = {

@@ -152,6 +152,24 @@ def test_later_tokens_of_the_request_may_be_wild(device, require, op, value):
     assert bool(out[:40, 0].isfinite().all()) and not bool(out[40:90, 0].isfinite().any())
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("hq,hkv", [(32, 2), (16, 2), (4, 2)])
+def test_wild_values_leave_their_neighbours_alone(device, require, op, hq, hkv, value):
+    """NaN or Inf in some columns of V: the others of the row count, and here for much."""
+    require(op)
+    case = make_case([(90, 300), (150, 150)], hq=hq, hkv=hkv, device=device)
+    for request, token, head in ((0, 250, 0), (0, 256, 1), (1, 77, 1)):
+        page = case.block_table[request, token // BLOCK].long()
+        case.v_cache[page, head, token % BLOCK, 3:7] = value
+        case.v_cache[page, head, token % BLOCK, [2, 7, 90]] = 192.0
+    out, _ = run(op, case)
+    exact, _ = reference.sparse_attention(*case.attend_args)
+    assert torch.equal(out.isfinite(), exact.isfinite())
+    finite = exact.isfinite()
+    torch.testing.assert_close(out[finite].float(), exact[finite], **near(out.dtype))
+    assert bool(out[50:90, 0, 3:7].isfinite().any(dim=0).logical_not().all())
+
+
 @pytest.mark.parametrize("empty_rows", ["lengths", "ids"])
 def test_empty_rows(device, require, op, empty_rows):
     """Requests of length 0 and rows whose ids are all -1 give 0 and -inf; the others are whole."""

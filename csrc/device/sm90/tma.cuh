@@ -28,18 +28,19 @@ inline auto tensor_map_encoder(const char* op) {
   return encode;
 }
 
-// bfloat16 map with 128-byte swizzle; sizes and boxes in elements, strides in bytes (the first axis
-// is contiguous and has none).
+// Map with 128-byte swizzle; sizes and boxes in elements, strides in bytes (the first axis is
+// contiguous and has none).
 template <int kDims>
 CUtensorMap make_tensor_map(const char* op, const void* data, const uint64_t (&sizes)[kDims],
-                            const uint64_t (&strides)[kDims - 1], const uint32_t (&box)[kDims]) {
+                            const uint64_t (&strides)[kDims - 1], const uint32_t (&box)[kDims],
+                            CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16) {
   CUtensorMap map;
   uint32_t element_strides[kDims];
   for (uint32_t& stride : element_strides) stride = 1;
   const CUresult result = tensor_map_encoder(op)(
-      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kDims, const_cast<void*>(data), sizes, strides, box,
-      element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      &map, type, kDims, const_cast<void*>(data), sizes, strides, box, element_strides,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw_runtime_error(op, concat("cuTensorMapEncodeTiled failed with code ", int{result}));
   }

@@ -106,6 +106,15 @@ CUtensorMap make_q_map(const SparseAttendParams& params, const ExecContext& cont
 
 CUtensorMap make_kv_map(const PagedView& cache, const SparseAttendParams& params,
                         const ExecContext& context) {
+  if (cache.dtype == DType::kFloat8E4M3) {
+    return msa::sm90::make_tensor_map<5>(
+        context.op, cache.data,
+        {kHeadDim, kBlock, 1, static_cast<uint64_t>(params.num_kv_heads),
+         static_cast<uint64_t>(cache.num_pages)},
+        {static_cast<uint64_t>(cache.token_stride), 16, static_cast<uint64_t>(cache.head_stride),
+         static_cast<uint64_t>(cache.page_stride)},
+        {kHeadDim, kBlock, 1, 1, 1}, CU_TENSOR_MAP_DATA_TYPE_UINT8);
+  }
   return msa::sm90::make_tensor_map<5>(
       context.op, cache.data,
       {64, kBlock, 2, static_cast<uint64_t>(params.num_kv_heads),
@@ -174,17 +183,13 @@ void plan_call(const SparseAttendParams& params, const Workspace& work,
                    work.counters.counters);
 }
 
-}  // namespace
-
-int64_t sparse_prefill_workspace_bytes(const SparseAttendParams& params) {
-  return cut_workspace(params).bytes;
-}
-
-void run_sparse_prefill(const SparseAttendParams& params, const ExecContext& context) {
-  if (params.q.dtype != DType::kBFloat16 || params.k_cache.dtype != DType::kBFloat16) {
-    throw_not_built(context.op, params.q.dtype, params.k_cache.dtype);
-  }
-  require_sm90(context);
+template <DType kCache>
+void run(const SparseAttendParams& params, const ExecContext& context) {
+  constexpr auto kv_block_kernel = prefill::msa_sparse_prefill_kv_block_sm90_kernel<kCache>;
+  constexpr auto query_block_kernel = prefill::msa_sparse_prefill_query_block_sm90_kernel<kCache>;
+  constexpr auto merge_kernel = prefill::msa_sparse_prefill_merge_sm90_kernel<kCache>;
+  constexpr int kSharedBytes = prefill::kSharedBytes<kCache>;
+  constexpr int kTileSharedBytes = prefill::kTileSharedBytes<kCache>;
   const auto stream = static_cast<cudaStream_t>(context.stream);
   Workspace work = cut_workspace(params);
   PrefillPlan& plan = work.plan;
@@ -193,12 +198,12 @@ void run_sparse_prefill(const SparseAttendParams& params, const ExecContext& con
   const CUtensorMap v_map = make_kv_map(params.v_cache, params, context);
   const float scale_log2 = params.scale * 1.44269504088896340736f;
   const auto log_group = static_cast<int32_t>(std::lround(std::log2(params.group_size)));
-  const int kv_ctas = resident_ctas<prefill::msa_sparse_prefill_kv_block_sm90_kernel>(
-      context.op, context.device, prefill::kThreads, prefill::kSharedBytes);
-  const int tile_ctas = resident_ctas<prefill::msa_sparse_prefill_query_block_sm90_kernel>(
-      context.op, context.device, prefill::kThreads, prefill::kTileSharedBytes);
-  const int merge_ctas = resident_ctas<prefill::msa_sparse_prefill_merge_sm90_kernel>(
-      context.op, context.device, prefill::kMergeWarps * 32, 0);
+  const int kv_ctas =
+      resident_ctas<kv_block_kernel>(context.op, context.device, prefill::kThreads, kSharedBytes);
+  const int tile_ctas = resident_ctas<query_block_kernel>(context.op, context.device,
+                                                          prefill::kThreads, kTileSharedBytes);
+  const int merge_ctas =
+      resident_ctas<merge_kernel>(context.op, context.device, prefill::kMergeWarps * 32, 0);
 
   if (plan.sizes.short_call) {
     plan_short_call(params, plan, context);
@@ -209,22 +214,38 @@ void run_sparse_prefill(const SparseAttendParams& params, const ExecContext& con
   for (int32_t round = 0; round < plan.sizes.rounds; ++round) {
     const prefill::KVBlockParams attend{params.batch, params.v_cache,  work.partials,
                                         plan.pairs,   plan.work_items, plan.round_items + round,
-                                        scale_log2,   log_group};
-    launch_dependent(context.op, "launching the KV-block-major kernel",
-                     prefill::msa_sparse_prefill_kv_block_sm90_kernel, kv_ctas, prefill::kThreads,
-                     prefill::kSharedBytes, stream, attend, q_map, k_map, v_map);
+                                        scale_log2,   log_group,       params.k_scale};
+    launch_dependent(context.op, "launching the KV-block-major kernel", kv_block_kernel, kv_ctas,
+                     prefill::kThreads, kSharedBytes, stream, attend, q_map, k_map, v_map);
     const prefill::FinishParams finish{
-        params.batch, params.v_cache, work.partials,       plan,      params.out,
-        params.lse,   scale_log2,     params.num_kv_heads, log_group, round};
+        params.batch, params.v_cache,      work.partials, plan,  params.out,     params.lse,
+        scale_log2,   params.num_kv_heads, log_group,     round, params.k_scale, params.v_scale};
     if (plan.sizes.query_major) {
-      launch_dependent(context.op, "launching the query-major kernel",
-                       prefill::msa_sparse_prefill_query_block_sm90_kernel, tile_ctas,
-                       prefill::kThreads, prefill::kTileSharedBytes, stream, finish, q_map, k_map,
+      launch_dependent(context.op, "launching the query-major kernel", query_block_kernel,
+                       tile_ctas, prefill::kThreads, kTileSharedBytes, stream, finish, q_map, k_map,
                        v_map);
     }
-    launch_dependent(context.op, "launching the merge",
-                     prefill::msa_sparse_prefill_merge_sm90_kernel, merge_ctas,
+    launch_dependent(context.op, "launching the merge", merge_kernel, merge_ctas,
                      prefill::kMergeWarps * 32, 0, stream, finish);
+  }
+}
+
+}  // namespace
+
+int64_t sparse_prefill_workspace_bytes(const SparseAttendParams& params) {
+  return cut_workspace(params).bytes;
+}
+
+void run_sparse_prefill(const SparseAttendParams& params, const ExecContext& context) {
+  const DType cache = params.k_cache.dtype;
+  if (params.q.dtype != DType::kBFloat16 || cache == DType::kFloat32) {
+    throw_not_built(context.op, params.q.dtype, cache);
+  }
+  require_sm90(context);
+  if (cache == DType::kFloat8E4M3) {
+    run<DType::kFloat8E4M3>(params, context);
+  } else {
+    run<DType::kBFloat16>(params, context);
   }
 }
 
