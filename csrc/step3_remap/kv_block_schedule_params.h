@@ -8,8 +8,8 @@ namespace msa {
 
 // A row is one (KV head h, request b, block j): row = (h * B + b) * max_blocks + j.
 struct KVBlockScheduleParams {
-  IdsView ids;                     // [Hkv, T, K]
-  BatchView batch;                 // the operator knows no block table; max_pages = max_blocks
+  IdsView ids;      // [Hkv, T, K]
+  BatchView batch;  // the operator knows no block table; max_pages = max_blocks
   int64_t max_queries_per_item;
   int32_t* row_ptr;     // [Hkv * B * max_blocks + 1]
   int32_t* pairs;       // [Hkv * T * K]: t * K + k, ascending within a row, -1 past the last row

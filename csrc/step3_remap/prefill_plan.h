@@ -11,6 +11,9 @@
 // tiles, and leaves the slots to the next. The host launches as many rounds as the worst selection
 // needs; coherent ones fit the first.
 //
+// Where no request has more blocks than a token selects (`narrow`), every tile is query-major with
+// whatever blocks its tokens selected, nothing is left over, and tiles do not cross requests.
+//
 // Calls of few tokens (`short_call`) have no query-major tiles, too few to keep a GPU busy, and one
 // round: their plan is one small launch.
 #pragma once
@@ -27,7 +30,7 @@ constexpr int kGroupRows = 64;      // rows of a group: 64 / G tokens of G query
 constexpr int kMaxTileTokens = 24;  // of a tile; where G is under 8, tiles are not query-major
 constexpr int kMaxChunkTiles = 16;  // tiles that one CTA splits and counts
 constexpr int kMaxChunkEntries = 3072;
-constexpr int kShortEntries = 8192;   // of a head, T * K
+constexpr int kShortEntries = 8192;  // of a head, T * K
 constexpr int kShortTokens = 1024;
 constexpr int kShortRows = 12288;  // of a head, B * max_pages
 constexpr int kShortHeads = 8;     // CTAs of a portable cluster
@@ -37,6 +40,7 @@ constexpr int64_t kMinQueryTiles = 264;
 
 // What a call needs, from its shapes alone.
 struct PrefillSizes {
+  bool narrow;                               // see above
   bool query_major;                          // may tiles be query-major
   bool short_call;                           // see above
   int64_t tile_tokens, group_tokens, tiles;  // tiles of a head
@@ -49,19 +53,25 @@ struct PrefillSizes {
 };
 
 // `budget_bytes` bounds the partial results of a round (one chunk's at least), `slot_bytes` is the
-// size of one. `num_rows` are those of all heads, batch_invariant: nothing may depend on which
-// tokens are neighbours.
+// size of one; batch_invariant: nothing may depend on which tokens are neighbours.
 inline PrefillSizes prefill_sizes(int64_t num_tokens, int64_t num_kv_heads, int64_t group_size,
-                                  int64_t topk, int64_t num_rows, int64_t slot_bytes,
-                                  int64_t budget_bytes, bool batch_invariant) {
+                                  int64_t topk, int64_t num_requests, int64_t max_pages,
+                                  int64_t slot_bytes, int64_t budget_bytes, bool batch_invariant) {
   constexpr int64_t kItemsInFlight = 132 * 4;  // work items that keep a large GPU busy
   constexpr int64_t kMaxQueriesPerItem = 96, kMinQueriesPerItem = 16;
+  const int64_t num_rows = num_kv_heads * num_requests * max_pages;
   PrefillSizes sizes{};
   sizes.group_tokens = kGroupRows / group_size;
   sizes.tile_tokens = group_size >= 8 ? kTileGroups * sizes.group_tokens : kMaxTileTokens;
   sizes.tiles = (num_tokens + sizes.tile_tokens - 1) / sizes.tile_tokens;
-  sizes.query_major =
-      group_size >= 8 && !batch_invariant && sizes.tiles * num_kv_heads >= kMinQueryTiles;
+  sizes.narrow = group_size >= 8 && !batch_invariant && max_pages <= topk;
+  sizes.query_major = sizes.narrow || (group_size >= 8 && !batch_invariant &&
+                                       sizes.tiles * num_kv_heads >= kMinQueryTiles);
+  if (sizes.narrow) {
+    sizes.tiles = num_tokens / sizes.tile_tokens + std::min(num_requests, num_tokens);
+    sizes.rounds = 1;
+    return sizes;
+  }
   const int64_t tile_entries = sizes.tile_tokens * topk;
   sizes.tile_places = 16;
   while (2 * sizes.tile_places < 3 * tile_entries) sizes.tile_places *= 2;
@@ -96,6 +106,10 @@ struct TileBlock {
   uint32_t tokens;  // bit i: token i of the tile attends to it query-major
 };
 
+struct TilePlace {
+  int32_t first_token, tokens;
+};
+
 struct Pair {
   int32_t token;
   int32_t slot;
@@ -111,6 +125,7 @@ struct PrefillPlan {
   int32_t* tile_blocks;     // [Hkv * tiles]: shared blocks, 0 where the tile is not query-major
   int32_t* tile_round;      // [Hkv * tiles]
   TileBlock* tile_list;     // [Hkv * tiles][tile_capacity], ascending by block
+  TilePlace* tile_place;    // [Hkv * tiles]: narrow calls only
   uint32_t* leftovers;      // [Hkv * T]: how many
   int32_t* first_slot;      // [Hkv * T], within the round
   uint32_t* leftover_mask;  // [Hkv * T]: bit k

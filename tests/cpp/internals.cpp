@@ -105,28 +105,29 @@ PYBIND11_MODULE(_internals, module) {
                msa::throw_not_built(op.c_str(), parse_dtype(dtype), parse_dtype(cache_dtype));
              });
 
-  module.def("prefill_sizes",
-             [](int64_t num_tokens, int64_t num_kv_heads, int64_t group_size, int64_t topk,
-                int64_t num_rows, int64_t slot_bytes, int64_t budget_bytes, bool batch_invariant) {
-               const msa::PrefillSizes sizes =
-                   msa::prefill_sizes(num_tokens, num_kv_heads, group_size, topk, num_rows,
-                                      slot_bytes, budget_bytes, batch_invariant);
-               py::dict result;
-               result["query_major"] = sizes.query_major;
-               result["short_call"] = sizes.short_call;
-               result["chunk_tiles"] = sizes.chunk_tiles;
-               result["chunks"] = sizes.chunks;
-               result["tile_places"] = sizes.tile_places;
-               result["tile_tokens"] = sizes.tile_tokens;
-               result["group_tokens"] = sizes.group_tokens;
-               result["tiles"] = sizes.tiles;
-               result["slots"] = sizes.slots;
-               result["round_slots"] = sizes.round_slots;
-               result["rounds"] = sizes.rounds;
-               result["max_queries_per_item"] = sizes.max_queries_per_item;
-               result["max_items"] = sizes.max_items;
-               return result;
-             });
+  module.def("prefill_sizes", [](int64_t num_tokens, int64_t num_kv_heads, int64_t group_size,
+                                 int64_t topk, int64_t num_requests, int64_t max_pages,
+                                 int64_t slot_bytes, int64_t budget_bytes, bool batch_invariant) {
+    const msa::PrefillSizes sizes =
+        msa::prefill_sizes(num_tokens, num_kv_heads, group_size, topk, num_rows, slot_bytes,
+                           budget_bytes, batch_invariant);
+    py::dict result;
+    result["narrow"] = sizes.narrow;
+    result["query_major"] = sizes.query_major;
+    result["short_call"] = sizes.short_call;
+    result["chunk_tiles"] = sizes.chunk_tiles;
+    result["chunks"] = sizes.chunks;
+    result["tile_places"] = sizes.tile_places;
+    result["tile_tokens"] = sizes.tile_tokens;
+    result["group_tokens"] = sizes.group_tokens;
+    result["tiles"] = sizes.tiles;
+    result["slots"] = sizes.slots;
+    result["round_slots"] = sizes.round_slots;
+    result["rounds"] = sizes.rounds;
+    result["max_queries_per_item"] = sizes.max_queries_per_item;
+    result["max_items"] = sizes.max_items;
+    return result;
+  });
   module.def("row_items", &msa::row_items);
   module.def("item_begin", &msa::item_begin);
   module.def("max_work_items", &msa::max_work_items);

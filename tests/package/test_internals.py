@@ -140,9 +140,8 @@ def test_rounds_hold_any_selection(
 ):
     """Chunks fill the slots one after another, each as full as its share: no round overflows."""
     slot_bytes, budget = group_size * 264, budget_mib << 20
-    rows = num_kv_heads * 512
     sizes = internals.prefill_sizes(
-        num_tokens, num_kv_heads, group_size, topk, rows, slot_bytes, budget, invariant
+        num_tokens, num_kv_heads, group_size, topk, 2, 256, slot_bytes, budget, invariant
     )
     tile_slots = sizes["tile_tokens"] * topk
     chunk_slots = sizes["chunk_tiles"] * tile_slots
@@ -169,7 +168,7 @@ def test_a_tile_fits_its_table():
     """At most two thirds full: probes stay short, and always end."""
     for group_size in (1, 2, 4, 8, 16):
         for topk in range(1, 33):
-            sizes = internals.prefill_sizes(5000, 4, group_size, topk, 400, 1, 1 << 30, False)
+            sizes = internals.prefill_sizes(5000, 4, group_size, topk, 1, 100, 1, 1 << 30, False)
             entries, places = sizes["tile_tokens"] * topk, sizes["tile_places"]
             assert 3 * entries <= 2 * places and places & (places - 1) == 0
             assert places < 0x8000, "a place and the mark of a duplicate share 16 bits"
@@ -178,11 +177,15 @@ def test_a_tile_fits_its_table():
 def test_sizes_of_m3():
     """M3 on one GPU: 8,192 tokens leave up to 2 GiB of partial results, in rounds of under 1 GiB;
     few tokens have no query-major tiles."""
-    sizes = internals.prefill_sizes(8192, 4, 16, 16, 4 * 512, 16 * 264, 1 << 30, False)
+    sizes = internals.prefill_sizes(8192, 4, 16, 16, 1, 512, 16 * 264, 1 << 30, False)
     assert sizes["tile_tokens"] == 12 and sizes["group_tokens"] == 4 and sizes["tiles"] == 683
     assert sizes["rounds"] == 3 and sizes["round_slots"] == -(-8192 * 64 // 3)
     assert sizes["max_queries_per_item"] == 96
     assert sizes["query_major"] and not sizes["short_call"]
     for tokens, query_major, short in ((171, False, True), (512, False, True), (792, True, False)):
-        sizes = internals.prefill_sizes(tokens, 4, 16, 16, 4 * 512, 16 * 264, 1 << 30, False)
+        sizes = internals.prefill_sizes(tokens, 4, 16, 16, 1, 512, 16 * 264, 1 << 30, False)
         assert (sizes["query_major"], sizes["short_call"]) == (query_major, short)
+    for pages, invariant, narrow in ((16, False, True), (17, False, False), (16, True, False)):
+        sizes = internals.prefill_sizes(2000, 4, 16, 16, 3, pages, 16 * 264, 1 << 30, invariant)
+        assert sizes["narrow"] == narrow
+        assert not narrow or sizes["tiles"] >= 2000 // 12 + 3  # each request may end in a part

@@ -114,6 +114,33 @@ def test_more_partial_results_than_the_workspace_holds(share):
     check(case.with_(ids=shared_selection(case, share)))
 
 
+@pytest.mark.parametrize(("hq", "hkv"), [(64, 4), (32, 4), (4, 1)])
+@pytest.mark.parametrize("kind", ["all", "holes", "duplicates", "tables"])
+def test_narrow_tables(hq, hkv, kind):
+    """No more blocks than a token selects: dense attention, but for what the ids leave out."""
+    lengths = [(900, 2048), (13, 13), (0, 100), (1, 1999), (300, 300), (12, 128), (2, 1)]
+    case = make_case(lengths, hq=hq, hkv=hkv, dtype=torch.bfloat16, layout="nhd", device="cuda")
+    assert case.block_table.size(1) == 16
+    ids = shared_selection(case, 0.0)
+    if kind == "holes":
+        ids[..., 2:9:3] = -1
+        ids[:, 40:100] = -1  # some attend to nothing, and with them whole tiles
+    elif kind == "duplicates":
+        ids[:, ::2, 1] = ids[:, ::2, 0]
+        ids[:, ::6, 2:5] = ids[:, ::6, :1]
+    elif kind == "tables":
+        table = case.block_table.clone()
+        table[0, 3] = -1
+        table[4, 1] = 2**31 - 1
+        case = case.with_(block_table=table)
+    case = case.with_(ids=ids)
+    out = check(case)
+    # The other way to the same: a table that is wider than it needs to be.
+    wide = torch.nn.functional.pad(case.block_table, (0, 30), value=-1)
+    other = msa_kernels.sparse_prefill(*case.with_(block_table=wide).attend_args)
+    torch.testing.assert_close(out, other, **near(out.dtype))
+
+
 def test_duplicates_among_shared_blocks_count_twice():
     case = make_case([(1000, 6000)], hq=64, hkv=4, dtype=torch.bfloat16, device="cuda")
     ids = shared_selection(case, 1.0)

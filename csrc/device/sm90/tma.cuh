@@ -61,13 +61,20 @@ __device__ __forceinline__ void copy_box(void* shared, const CUtensorMap* map, u
       : "memory");
 }
 
-// Plain bytes to shared memory: both addresses and the size are multiples of 16.
-__device__ __forceinline__ void copy_bytes(void* shared, const void* global, uint32_t bytes,
-                                           uint64_t* barrier) {
+// For copy_box: the L2 cache gives up these lines before others.
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ void copy_box(void* shared, const CUtensorMap* map, uint64_t* barrier,
+                                         int c0, int c1, int c2, int c3, int c4, uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(shared_address(shared)),
-      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4),
+      "l"(policy)
       : "memory");
 }
 

@@ -273,10 +273,9 @@ static __global__ void __launch_bounds__(kThreads)
     for (uint32_t entry = thread; entry < entries; entry += kThreads) {
       const uint32_t token = entry / topk;
       if (!(state.leftover_mask[token] >> entry % topk & 1)) continue;
-      plan.entry_rank[first_unit * topk + entry] =
-          atomicAdd(counters + chunk.row_of(params.batch, state.positions[token].request,
-                                            entry_block[entry]),
-                    1);
+      plan.entry_rank[first_unit * topk + entry] = atomicAdd(
+          counters + chunk.row_of(params.batch, state.positions[token].request, entry_block[entry]),
+          1);
     }
   }
 }

@@ -11,6 +11,7 @@
 #include "device/dependent_launch.cuh"
 #include "device/persistent_grid.cuh"
 #include "step3_remap/sm80/kv_block_schedule_kernel.cuh"
+#include "step3_remap/sm90/split_narrow_kernel.cuh"
 #include "step3_remap/sm90/split_selection_kernel.cuh"
 #include "step3_remap/sm90/split_short_kernel.cuh"
 #include "step4_attend/attend_params.h"
@@ -39,8 +40,7 @@ struct Workspace {
 
 PrefillSizes sizes_of(const SparseAttendParams& params) {
   return prefill_sizes(params.batch.num_tokens, params.num_kv_heads, params.group_size,
-                       params.ids.topk,
-                       params.num_kv_heads * params.batch.num_requests * params.batch.max_pages,
+                       params.ids.topk, params.batch.num_requests, params.batch.max_pages,
                        params.group_size * (kHeadDim * 2 + int64_t{sizeof(float2)}),
                        kPartialBytesBudget, params.batch_invariant);
 }
@@ -52,7 +52,7 @@ Workspace cut_workspace(const SparseAttendParams& params) {
   const PrefillSizes& sizes = plan.sizes = sizes_of(params);
   const int64_t head_rows = params.batch.num_requests * params.batch.max_pages;
   plan.num_tokens = params.batch.num_tokens;
-  plan.tile_capacity = 4 * topk;
+  plan.tile_capacity = sizes.narrow ? sizes.tile_tokens * topk : 4 * topk;
   plan.num_rows = heads * head_rows;
   plan.chunk_rows = std::min(head_rows, int64_t{kHistogramRows});
   const int64_t all_slots = heads * plan.num_tokens * topk;
@@ -64,6 +64,15 @@ Workspace cut_workspace(const SparseAttendParams& params) {
     array = reinterpret_cast<Element*>(base + offset);
     offset += (count * int64_t{sizeof(Element)} + 255) / 256 * 256;
   };
+  if (sizes.narrow) {
+    take(plan.tile_blocks, heads * sizes.tiles);
+    take(plan.tile_round, heads * sizes.tiles);
+    take(plan.tile_place, heads * sizes.tiles);
+    take(plan.tile_list, heads * sizes.tiles * plan.tile_capacity);
+    take(plan.leftovers, heads * plan.num_tokens);
+    work.bytes = offset;
+    return work;
+  }
   take(work.partials.out, sizes.slots * params.group_size * kHeadDim);
   take(work.partials.state, sizes.slots * params.group_size);
   take(plan.leftovers, heads * plan.num_tokens);
@@ -150,6 +159,17 @@ void plan_short_call(const SparseAttendParams& params, const PrefillPlan& plan,
              "launching the plan of a short call");
 }
 
+void plan_narrow_call(const SparseAttendParams& params, const PrefillPlan& plan,
+                      const ExecContext& context) {
+  constexpr int64_t kWarps = split::kNarrowThreads / 32;
+  const int64_t warps = params.num_kv_heads * plan.sizes.tiles;
+  split::msa_split_selection_narrow_sm90_kernel<<<
+      static_cast<unsigned>(std::max(int64_t{1}, (warps + kWarps - 1) / kWarps)),
+      split::kNarrowThreads, 0, static_cast<cudaStream_t>(context.stream)>>>(
+      {split_params(params, plan), params.out, params.lse, params.group_size});
+  check_cuda(context.op, cudaGetLastError(), "launching the plan of a narrow call");
+}
+
 void plan_call(const SparseAttendParams& params, const Workspace& work,
                const ExecContext& context) {
   const auto stream = static_cast<cudaStream_t>(context.stream);
@@ -205,18 +225,22 @@ void run(const SparseAttendParams& params, const ExecContext& context) {
   const int merge_ctas =
       resident_ctas<merge_kernel>(context.op, context.device, prefill::kMergeWarps * 32, 0);
 
-  if (plan.sizes.short_call) {
+  if (plan.sizes.narrow) {
+    plan_narrow_call(params, plan, context);
+  } else if (plan.sizes.short_call) {
     plan_short_call(params, plan, context);
   } else {
     plan_call(params, work, context);
   }
 
   for (int32_t round = 0; round < plan.sizes.rounds; ++round) {
-    const prefill::KVBlockParams attend{params.batch, params.v_cache,  work.partials,
-                                        plan.pairs,   plan.work_items, plan.round_items + round,
-                                        scale_log2,   log_group,       params.k_scale};
-    launch_dependent(context.op, "launching the KV-block-major kernel", kv_block_kernel, kv_ctas,
-                     prefill::kThreads, kSharedBytes, stream, attend, q_map, k_map, v_map);
+    if (!plan.sizes.narrow) {
+      const prefill::KVBlockParams attend{params.batch, params.v_cache,  work.partials,
+                                          plan.pairs,   plan.work_items, plan.round_items + round,
+                                          scale_log2,   log_group,       params.k_scale};
+      launch_dependent(context.op, "launching the KV-block-major kernel", kv_block_kernel, kv_ctas,
+                       prefill::kThreads, kSharedBytes, stream, attend, q_map, k_map, v_map);
+    }
     const prefill::FinishParams finish{
         params.batch, params.v_cache,      work.partials, plan,  params.out,     params.lse,
         scale_log2,   params.num_kv_heads, log_group,     round, params.k_scale, params.v_scale};
@@ -225,8 +249,10 @@ void run(const SparseAttendParams& params, const ExecContext& context) {
                        tile_ctas, prefill::kThreads, kTileSharedBytes, stream, finish, q_map, k_map,
                        v_map);
     }
-    launch_dependent(context.op, "launching the merge", merge_kernel, merge_ctas,
-                     prefill::kMergeWarps * 32, 0, stream, finish);
+    if (!plan.sizes.narrow) {
+      launch_dependent(context.op, "launching the merge", merge_kernel, merge_ctas,
+                       prefill::kMergeWarps * 32, 0, stream, finish);
+    }
   }
 }
 

@@ -148,6 +148,8 @@ __device__ __forceinline__ void produce_kv(const KVBlockParams& params, const CU
   RingPosition<kKVStages> ring;
   int32_t head = 0, page = 0, tiles = 0, written = 0, masked = 0;
   float scale_log2 = 0.0f;  // FP8
+  // A block is read once, or by neighbours at a time: the partial results are what to keep.
+  const uint64_t policy = evict_first_policy();
   for_items(
       params,
       [&](const WorkItem& item) {
@@ -179,10 +181,10 @@ __device__ __forceinline__ void produce_kv(const KVBlockParams& params, const CU
           for (uint32_t& rows : shared.wild[ring.stage]) rows = 0;
           barrier_arrive_expect(&shared.k_full[ring.stage], kPageBytes);
           copy_box(shared.k[ring.stage], k_map, &shared.k_full[ring.stage], 0, 0, 0, item_head,
-                   item_page);
+                   item_page, policy);
           barrier_arrive_expect(&shared.v_full[ring.stage], kPageBytes);
           copy_box(shared.v[ring.stage], v_map, &shared.v_full[ring.stage], 0, 0, 0, item_head,
-                   item_page);
+                   item_page, policy);
         }
         ring.advance();
       });

@@ -66,23 +66,39 @@ struct Tile {
 
 __device__ __forceinline__ Tile load_tile(const FinishParams& params, int32_t index) {
   const PrefillPlan& plan = params.plan;
+  const auto tiles = static_cast<uint32_t>(plan.sizes.tiles);
+  const auto tile_tokens = static_cast<int32_t>(plan.sizes.tile_tokens);
   Tile tile;
   tile.blocks = plan.tile_blocks[index];
-  tile.head = index / static_cast<int32_t>(plan.sizes.tiles);
-  tile.first_token =
-      index % static_cast<int32_t>(plan.sizes.tiles) * static_cast<int32_t>(plan.sizes.tile_tokens);
-  tile.tokens = min(static_cast<int32_t>(plan.sizes.tile_tokens),
-                    static_cast<int32_t>(plan.num_tokens) - tile.first_token);
+  tile.head = index / tiles;
+  if (plan.sizes.narrow) {
+    const TilePlace place = plan.tile_place[index];
+    tile.first_token = place.first_token;
+    tile.tokens = place.tokens;
+  } else {
+    tile.first_token = index % tiles * tile_tokens;
+    tile.tokens = min(tile_tokens, static_cast<int32_t>(plan.num_tokens) - tile.first_token);
+  }
   return tile;
 }
 
-// Calls visit(tile index) for the tiles that this CTA attends to in this round.
+// Calls visit(tile index) for the tiles that this CTA attends to in this round. Of a narrow call
+// the last tiles of all heads come first: they see most blocks, and what is dealt last should be
+// small.
 template <typename Visit>
 __device__ __forceinline__ void for_query_tiles(const FinishParams& params, const Visit& visit) {
+  const auto tiles = static_cast<uint32_t>(params.plan.sizes.tiles);
+  const auto heads = static_cast<uint32_t>(params.num_kv_heads);
+  const auto tile_of = [&](uint32_t unit) {
+    return params.plan.sizes.narrow ? unit % heads * tiles + (tiles - 1 - unit / heads) : unit;
+  };
   for_units(
-      static_cast<int32_t>(params.num_kv_heads * params.plan.sizes.tiles),
-      [&](int64_t tile) { return in_round(params, tile) && params.plan.tile_blocks[tile] != 0; },
-      visit);
+      static_cast<int32_t>(heads * tiles),
+      [&](uint32_t unit) {
+        const uint32_t tile = tile_of(unit);
+        return in_round(params, tile) && params.plan.tile_blocks[tile] != 0;
+      },
+      [&](uint32_t unit) { visit(static_cast<int32_t>(tile_of(unit))); });
 }
 
 }  // namespace msa::sparse_prefill::sm90
