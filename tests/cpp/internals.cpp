@@ -109,8 +109,8 @@ PYBIND11_MODULE(_internals, module) {
                                  int64_t topk, int64_t num_requests, int64_t max_pages,
                                  int64_t slot_bytes, int64_t budget_bytes, bool batch_invariant) {
     const msa::PrefillSizes sizes =
-        msa::prefill_sizes(num_tokens, num_kv_heads, group_size, topk, num_rows, slot_bytes,
-                           budget_bytes, batch_invariant);
+        msa::prefill_sizes(num_tokens, num_kv_heads, group_size, topk, num_requests, max_pages,
+                           slot_bytes, budget_bytes, batch_invariant);
     py::dict result;
     result["narrow"] = sizes.narrow;
     result["query_major"] = sizes.query_major;

@@ -90,9 +90,12 @@ __device__ __forceinline__ void produce_tile_q(const FinishParams& params, const
   });
 }
 
-// FP8: the largest weight of a row is 2^8 at first. As the maximum grows, weights may grow to 2^15,
-// which float16 holds, before the row's sums are made smaller: few blocks need that.
-constexpr float kFirstWeight = 8.0f, kWeightGrowth = 7.0f;
+// As a row's maximum grows, its weights may grow to 2^7 times those of the first block before o and
+// the sum are made smaller: few blocks need that, and o is 64 registers. FP8: weights are float16,
+// whose largest is 2^15; they begin at 2^8, so that small ones are not lost.
+template <DType kCache>
+constexpr float kFirstWeight = kIsFp8<kCache> ? 8.0f : 0.0f;
+constexpr float kWeightGrowth = 7.0f;
 
 // What a consumer thread keeps of its two rows while it walks the blocks of a tile.
 struct RunningRows {
@@ -127,11 +130,8 @@ __device__ __forceinline__ void running_softmax(Accumulator& s, const int32_t (&
   for (int r = 0; r < 2; ++r) {
     largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 1));
     largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 2));
-    float maximum = fmaxf(rows.maximum[r], largest[r] * scale_log2[r]);
-    if constexpr (kIsFp8<kCache>) {
-      maximum = largest[r] * scale_log2[r] - kFirstWeight;
-      if (!(maximum > rows.maximum[r] + kWeightGrowth)) maximum = rows.maximum[r];
-    }
+    float maximum = largest[r] * scale_log2[r] - kFirstWeight<kCache>;
+    if (!(maximum > rows.maximum[r] + kWeightGrowth)) maximum = rows.maximum[r];
     reference[r] = maximum == -INFINITY ? 0.0f : maximum;
     factor[r] = exp2_fast(rows.maximum[r] - reference[r]);
     rows.maximum[r] = maximum;
@@ -318,7 +318,7 @@ __device__ __forceinline__ void consume_tiles(const FinishParams& params,
           for (int r = 0; r < 2; ++r) scale_log2[r] = block.scale_log2 * q_factor[r];
         }
         running_softmax<kCache>(s, valid, scale_log2, rows, p, factor);
-        if (!kIsFp8<kCache> || __any_sync(kAllLanes, factor[0] != 1.0f || factor[1] != 1.0f)) {
+        if (__any_sync(kAllLanes, factor[0] != 1.0f || factor[1] != 1.0f)) {
 #pragma unroll
           for (int j = 0; j < 64; ++j) o[j] *= factor[j / 2 % 2];
         }
