@@ -159,7 +159,7 @@ __device__ __forceinline__ void add_leftovers(const FinishParams& params, const 
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int32_t count = in_tile[r] ? static_cast<int32_t>(params.plan.leftovers[unit[r]]) : 0;
-    const int64_t first_slot = in_tile[r] ? params.plan.first_slot[unit[r]] : 0;
+    const int64_t first_slot = count > 0 ? params.plan.first_slot[unit[r]] : 0;
     const int row = (warp_row + 8 * r) & (group - 1);
     for (int32_t i = 0; i < count; ++i) {
       const int64_t slot = first_slot + i;
