@@ -109,15 +109,11 @@ CUtensorMap make_kv_map(const PagedView& cache, const SparseAttendParams& params
 
 }  // namespace
 
-int64_t sparse_prefill_workspace_bytes(const SparseAttendParams& params) {
+int64_t sparse_prefill_sm90_workspace_bytes(const SparseAttendParams& params) {
   return cut_workspace(params).bytes;
 }
 
-void run_sparse_prefill(const SparseAttendParams& params, const ExecContext& context) {
-  if (params.q.dtype != DType::kBFloat16 || params.k_cache.dtype != DType::kBFloat16) {
-    throw_not_built(context.op, params.q.dtype, params.k_cache.dtype);
-  }
-  require_sm90(context);
+void run_sparse_prefill_sm90(const SparseAttendParams& params, const ExecContext& context) {
   const auto stream = static_cast<cudaStream_t>(context.stream);
   Workspace work = cut_workspace(params);
   PrefillPlan& plan = work.plan;
