@@ -202,19 +202,24 @@ __device__ __forceinline__ void multiply_q_k(const uint32_t (&q)[kHeadDim / 16][
   }
 }
 
-// o += P V: 16 rows by 128 d, 8 d an o[n].
+// o += P V: 16 rows by 128 d, 8 d an o[n]; a few columns after the other, so that few addresses are
+// held at a time.
 __device__ __forceinline__ void multiply_p_v(const uint32_t (&p)[kUnitKeys / 16][4], uint32_t unit,
                                              float (&o)[kHeadDim / 8][4]) {
   const uint32_t lane = within_loop(threadIdx.x) % 32;
+  constexpr int kPairs = 2;
   const uint32_t first = (unit + lane % 16 * kUnitRowBytes + (lane / 16 ^ lane % 8) * 16);
 #pragma unroll
-  for (int step = 0; step < kUnitKeys / 16; ++step) {
+  for (int group = 0; group < kHeadDim / 16; group += kPairs) {
 #pragma unroll
-    for (int pair = 0; pair < kHeadDim / 16; ++pair) {
-      uint32_t v[4];
-      load_matrices_transposed(v, (first ^ pair * 32) + step * 16 * kUnitRowBytes);
-      multiply_add(o[2 * pair], p[step], v[0], v[1]);
-      multiply_add(o[2 * pair + 1], p[step], v[2], v[3]);
+    for (int step = 0; step < kUnitKeys / 16; ++step) {
+#pragma unroll
+      for (int pair = group; pair < group + kPairs; ++pair) {
+        uint32_t v[4];
+        load_matrices_transposed(v, (first ^ pair * 32) + step * 16 * kUnitRowBytes);
+        multiply_add(o[2 * pair], p[step], v[0], v[1]);
+        multiply_add(o[2 * pair + 1], p[step], v[2], v[3]);
+      }
     }
   }
 }
@@ -345,23 +350,21 @@ __device__ __forceinline__ void count_valid(const TileToken* tokens,
 template <DType kCache, typename FirstRow>
 __device__ __forceinline__ void add_wild_numbers(const SparseAttendParams& params,
                                                  const TokenPosition& position, int32_t block,
-                                                 const WildRows& wild, int32_t valid, int r,
+                                                 WildRows wild, int32_t valid, int r,
                                                  const FirstRow& first_row,
                                                  float (&o)[kHeadDim / 8][4]) {
   if (valid <= 0) return;
   constexpr int kElementBytes = UnitRing<kCache>::kElementBytes;
   const uint8_t* first = first_row(page_of(params.batch, position.request, block));
-  for (int word = 0; word < kUnitKeys / 32; ++word) {
-    for (uint32_t left = wild[word]; left != 0; left &= left - 1) {
-      const int row = word * 32 + __ffs(left) - 1;
-      if (row >= valid) break;
-      const uint8_t* numbers = first + row * params.v_cache.token_stride * kElementBytes +
-                               within_loop(threadIdx.x) % 4 * 2 * kElementBytes;
+  for (WildRows left = wild; left != 0; left &= left - 1) {
+    const int row = __ffsll(static_cast<long long>(left)) - 1;
+    if (row >= valid) break;
+    const uint8_t* numbers = first + row * params.v_cache.token_stride * kElementBytes +
+                             within_loop(threadIdx.x) % 4 * 2 * kElementBytes;
 #pragma unroll
-      for (int n = 0; n < kHeadDim / 8; ++n) {
-        o[n][2 * r] += wild_number<kCache>(numbers + n * 8 * kElementBytes);
-        o[n][2 * r + 1] += wild_number<kCache>(numbers + (n * 8 + 1) * kElementBytes);
-      }
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+      o[n][2 * r] += wild_number<kCache>(numbers + n * 8 * kElementBytes);
+      o[n][2 * r + 1] += wild_number<kCache>(numbers + (n * 8 + 1) * kElementBytes);
     }
   }
 }
@@ -383,8 +386,8 @@ __global__ void __launch_bounds__(kThreads, 3)
   for (int i = threadIdx.x / 32; i < kTileRows >> tile.log_group; i += kWarps) {
     sort_ids(params, tile.head, tile.first_token, tile.first_token + i, tokens[i]);
   }
-  if (threadIdx.x < 2) shared.wild[0][threadIdx.x] = 0;
   if (threadIdx.x == 0) {
+    shared.wild[0] = 0;
     const PagedView &k = params.k_cache, &v = params.v_cache;
     shared.scale_log2 = params.scale * 1.44269504088896340736f;
     if (kScaled) shared.scale_log2 *= scale_of(params.k_scale, tile.head);
@@ -452,7 +455,6 @@ __global__ void __launch_bounds__(kThreads, 3)
     if (taking_part) {
       float s[kUnitKeys / 8][4], factor[2];
       multiply_q_k(q, ring.unit(Ring::k_place(turn)), s);
-      count_valid(tokens, params, step_of(turn), valid);  // again: registers are short
       running_softmax(s, valid, shared.scale_log2, rows, p, factor);
       if (__any_sync(kAllLanes, factor[0] != 1.0f || factor[1] != 1.0f)) {
 #pragma unroll
@@ -468,7 +470,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     const bool found =
         ring.finish_values(Ring::v_place(turn), step_of(turn).look_for_wild(), shared.wild[turn]);
     const bool found_wild = __syncthreads_or(found);
-    if (threadIdx.x < 2) shared.wild[next_turn][threadIdx.x] = 0;
+    if (threadIdx.x == 0) shared.wild[next_turn] = 0;
     copy(params.v_cache, shared.v_head, step_of(next_turn), Ring::v_place(next_turn));
     if (taking_part) {
       multiply_p_v(p, ring.unit(Ring::v_place(turn)), o);

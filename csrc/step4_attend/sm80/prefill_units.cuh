@@ -33,8 +33,9 @@ __device__ __forceinline__ uint32_t within_loop(uint32_t value) {
   return value;
 }
 
-// Which rows of a unit hold wild numbers.
-using WildRows = uint32_t[kUnitKeys / 32];
+// Which rows of a unit hold wild numbers, a bit each.
+using WildRows = unsigned long long;
+static_assert(kUnitKeys == 64, "a bit each");
 
 // Where the units of a CTA stand. A step is 64 keys, a unit of K and one of V; its turn counts 0,
 // 1, 2, 0, ... A unit is copied when the one before the last has been finished by all: with three
@@ -101,7 +102,7 @@ struct UnitRing<DType::kBFloat16> {
                      "r"(words[1]), "r"(words[2]), "r"(words[3])
                      : "memory");
         const int row = within_loop(threadIdx.x) / kRowVectors + pass * kPassRows;
-        atomicOr(&wild[row / 32], 1u << row % 32);
+        atomicOr(&wild, 1ull << row);
         found = true;
       }
     }
@@ -146,13 +147,21 @@ struct UnitRing<DType::kFloat8E4M3> {
   __device__ __forceinline__ uint32_t unit(int index) const { return base + index * kUnitBytes; }
   // What a thread copied: only itself reads it, so it lies in the order of the threads.
   __device__ __forceinline__ uint32_t raw(int index, int pass) const {
-    return base + kUnits * kUnitBytes + index * kRawBytes +
+    return within_loop(base) + kUnits * kUnitBytes + index * kRawBytes +
            (pass * kThreads + within_loop(threadIdx.x)) * 16;
+  }
+  // A thread's vector of a row, 16 numbers. Eight threads have four vectors of two rows: those of
+  // one row alone would meet in the banks that every other vector of bfloat16 lies in.
+  static __device__ __forceinline__ uint32_t row(uint32_t thread) {
+    return thread / 4 % 2 + thread / 16 * 2;
+  }
+  static __device__ __forceinline__ uint32_t column(uint32_t thread) {
+    return thread % 4 + thread / 8 % 2 * 4;
   }
 
   __device__ __forceinline__ void copy(int index, const uint8_t* source, int64_t row_bytes) const {
     const uint32_t thread = within_loop(threadIdx.x);
-    source += thread / kRowVectors * row_bytes + thread % kRowVectors * 16;
+    source += row(thread) * row_bytes + column(thread) * 16;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       copy_async_16(raw(index, pass), source);
@@ -176,7 +185,7 @@ struct UnitRing<DType::kFloat8E4M3> {
       if (nans & 0x00008000u) low &= 0x0000ffffu;
       if (nans & 0x00800000u) high &= 0xffff0000u;
       if (nans & 0x80000000u) high &= 0x0000ffffu;
-      atomicOr(&wild[row / 32], 1u << row % 32);
+      atomicOr(&wild, 1ull << row);
       found = true;
     });
     return found;
@@ -185,10 +194,9 @@ struct UnitRing<DType::kFloat8E4M3> {
   // patch(row, nans, low, high) mends four numbers of which some are NaN.
   template <typename Patch>
   __device__ __forceinline__ void convert(int index, const Patch& patch) const {
-    const uint32_t thread = within_loop(threadIdx.x), column = thread % kRowVectors;
+    const uint32_t thread = within_loop(threadIdx.x);
 #pragma unroll 1  // registers are short here
     for (int pass = 0; pass < kPasses; ++pass) {
-      const uint32_t row = thread / kRowVectors + pass * kPassRows;
       uint32_t words[4], numbers[8];
       asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -197,24 +205,23 @@ struct UnitRing<DType::kFloat8E4M3> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         e4m3_to_bfloat16(words[i], numbers[2 * i], numbers[2 * i + 1]);
-        const uint32_t nans = e4m3_nans(words[i]);
-        if (nans != 0) patch(row, nans, numbers[2 * i], numbers[2 * i + 1]);
       }
-      // Its two vectors; half of the threads begin with the second, against bank conflicts.
-      const bool swap = column >= kRowVectors / 2;
-      const uint32_t target = unit(index) + row * kUnitRowBytes;
-      const uint32_t first = (2 * column + swap) ^ row % 8, second = first ^ 1;
+      const uint32_t pass_row = row(thread) + pass * kPassRows;
+      if ((e4m3_nans(words[0]) | e4m3_nans(words[1]) | e4m3_nans(words[2]) | e4m3_nans(words[3])) !=
+          0) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t low = numbers[i], high = numbers[i + 4];
-        numbers[i] = swap ? high : low;
-        numbers[i + 4] = swap ? low : high;
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t nans = e4m3_nans(words[i]);
+          if (nans != 0) patch(pass_row, nans, numbers[2 * i], numbers[2 * i + 1]);
+        }
       }
-      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(target + first * 16),
-                   "r"(numbers[0]), "r"(numbers[1]), "r"(numbers[2]), "r"(numbers[3])
+      const uint32_t target =
+          unit(index) + pass_row * kUnitRowBytes + ((2 * column(thread) ^ pass_row % 8) * 16);
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(numbers[0]),
+                   "r"(numbers[1]), "r"(numbers[2]), "r"(numbers[3])
                    : "memory");
-      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(target + second * 16),
-                   "r"(numbers[4]), "r"(numbers[5]), "r"(numbers[6]), "r"(numbers[7])
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(target ^ 16), "r"(numbers[4]),
+                   "r"(numbers[5]), "r"(numbers[6]), "r"(numbers[7])
                    : "memory");
     }
   }
