@@ -59,19 +59,19 @@ struct TileToken {
   uint32_t keys[kMaxTopk + 1];  // ascending, then kNoKey, one at least
 };
 
-// A step of the walk, half a block, as a warp sees it.
-struct WalkStep {
-  static constexpr uint32_t kHalf = 1u << 29;        // the block's last 64 keys, not its first
-  static constexpr uint32_t kSecondHalf = 1u << 30;  // some token of the tile sees its last 64 keys
+// Half a block, 64 keys: what the CTA attends to in one turn, as a warp sees it.
+struct HalfBlock {
+  static constexpr uint32_t kLast = 1u << 29;        // the block's last 64 keys, not its first
+  static constexpr uint32_t kLastIsSeen = 1u << 30;  // some token of the tile sees its last 64 keys
   static constexpr uint32_t kLookForWild = 1u << 31;  // see Unseen
 
   int32_t block;  // -1: there are no more
   int32_t page;
   uint32_t flags;  // bit i: token i of this warp selected it; and the above
 
-  __device__ __forceinline__ int half() const { return flags & kHalf ? 1 : 0; }
+  __device__ __forceinline__ int half() const { return flags & kLast ? 1 : 0; }
   __device__ __forceinline__ bool ends_block() const {
-    return (flags & (kHalf | kSecondHalf)) != kSecondHalf;
+    return (flags & (kLast | kLastIsSeen)) != kLastIsSeen;
   }
   __device__ __forceinline__ bool look_for_wild() const { return flags & kLookForWild; }
 };
@@ -81,8 +81,8 @@ struct SharedStorage {
   WildRows wild[kTurns];
   const uint8_t* k_head;  // the KV head's part of the caches
   const uint8_t* v_head;
-  WalkStep steps[kTurns][kWarps];  // registers are short
-  float scale_log2;                // of q . k, times log2(e) and the scale of an FP8 cache
+  HalfBlock halves[kTurns][kWarps];  // registers are short
+  float scale_log2;                  // of q . k, times log2(e) and the scale of an FP8 cache
 };
 constexpr int shared_bytes(int tile_tokens) {
   return static_cast<int>(sizeof(SharedStorage)) +
@@ -138,7 +138,7 @@ struct Walk {
 
   __device__ __forceinline__ explicit Walk(const TileToken* tokens) : tokens(tokens), next(0) {}
 
-  __device__ __forceinline__ WalkStep take(const SparseAttendParams& params) {
+  __device__ __forceinline__ HalfBlock take(const SparseAttendParams& params) {
     const int32_t log_group = log_group_of(params);
     const auto thread = static_cast<int32_t>(within_loop(threadIdx.x));
     const int32_t tile_tokens = kTileRows >> log_group, warp_tokens = kWarpRows >> log_group;
@@ -150,7 +150,7 @@ struct Walk {
     }
     const uint32_t least = __reduce_min_sync(kAllLanes, min(key[0], key[1]));
     if (least == kNoKey) return {-1, 0, 0};
-    WalkStep result{static_cast<int32_t>(least & ((1u << kBlockBits) - 1)), 0, 0};
+    HalfBlock result{static_cast<int32_t>(least & ((1u << kBlockBits) - 1)), 0, 0};
     const int32_t request = tokens[least >> kBlockBits].position.request;
     result.page = page_of(params.batch, request, result.block);
     const int32_t first_of_warp = thread / 32 * warp_tokens;
@@ -173,8 +173,8 @@ struct Walk {
         look |= log_group < 4 && token < tile_tokens;
       }
     }
-    result.flags |= __any_sync(kAllLanes, second_half) ? WalkStep::kSecondHalf : 0;
-    result.flags |= __any_sync(kAllLanes, look) ? WalkStep::kLookForWild : 0;
+    result.flags |= __any_sync(kAllLanes, second_half) ? HalfBlock::kLastIsSeen : 0;
+    result.flags |= __any_sync(kAllLanes, look) ? HalfBlock::kLookForWild : 0;
     return result;
   }
 };
@@ -330,18 +330,18 @@ struct Tile {
   }
 };
 
-// Keys of a step that this thread's rows may see, 0 or fewer for those of tokens that did not
+// Keys of half a block that this thread's rows may see, 0 or fewer for those of tokens that did not
 // select it.
 __device__ __forceinline__ void count_valid(const TileToken* tokens,
-                                            const SparseAttendParams& params, const WalkStep& step,
+                                            const SparseAttendParams& params, const HalfBlock& half,
                                             int32_t (&valid)[2]) {
   const int32_t log_group = log_group_of(params);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int in_warp = Tile::row(r) % kWarpRows >> log_group;
     const int32_t pos = tokens[Tile::row(r) >> log_group].position.pos;
-    const int32_t seen = pos - step.block * kBlock - step.half() * kUnitKeys + 1;
-    valid[r] = step.flags >> in_warp & 1 ? min(kUnitKeys, seen) : 0;
+    const int32_t seen = pos - half.block * kBlock - half.half() * kUnitKeys + 1;
+    valid[r] = half.flags >> in_warp & 1 ? min(kUnitKeys, seen) : 0;
   }
 }
 
@@ -415,46 +415,46 @@ __global__ void __launch_bounds__(kThreads, 3)
     return head +
            (page * cache.page_stride + half * kUnitKeys * cache.token_stride) * Ring::kElementBytes;
   };
-  const auto copy = [&](const PagedView& cache, const uint8_t* head, const WalkStep& step,
-                        int place) {
-    if (step.block >= 0) {
-      ring.copy(place, first_row(cache, head, step.page, step.half()),
+  const auto copy = [&](const PagedView& cache, const uint8_t* head, const HalfBlock& half,
+                        int stage) {
+    if (half.block >= 0) {
+      ring.copy(stage, first_row(cache, head, half.page, half.half()),
                 cache.token_stride * Ring::kElementBytes);
     }
     commit_async_copies();
   };
 
   Walk walk(tokens);
-  const auto step_of = [&](int turn) -> WalkStep& {
-    return shared.steps[within_loop(turn)][within_loop(threadIdx.x) / 32];
+  const auto half_of = [&](int turn) -> HalfBlock& {
+    return shared.halves[within_loop(turn)][within_loop(threadIdx.x) / 32];
   };
-  step_of(0) = walk.take(params);
+  half_of(0) = walk.take(params);
   RunningRows rows{{-INFINITY, -INFINITY}, {0.0f, 0.0f}};
   float o[kHeadDim / 8][4] = {};
   int turn = 0;
-  copy(params.k_cache, shared.k_head, step_of(0), Ring::k_place(0));
-  copy(params.v_cache, shared.v_head, step_of(0), Ring::v_place(0));
-  while (step_of(turn).block >= 0) {
+  copy(params.k_cache, shared.k_head, half_of(0), Ring::k_stage(0));
+  copy(params.v_cache, shared.v_head, half_of(0), Ring::v_stage(0));
+  while (half_of(turn).block >= 0) {
     const int next_turn = turn == kTurns - 1 ? 0 : turn + 1;
-    if (step_of(turn).ends_block()) {
-      step_of(next_turn) = walk.take(params);
+    if (half_of(turn).ends_block()) {
+      half_of(next_turn) = walk.take(params);
     } else {
-      const WalkStep& step = step_of(turn);
-      step_of(next_turn) = {step.block, step.page, step.flags | WalkStep::kHalf};
+      const HalfBlock& first = half_of(turn);
+      half_of(next_turn) = {first.block, first.page, first.flags | HalfBlock::kLast};
     }
 
     // K: of this thread's copies, all but the latest are there.
     wait_async_copies<1>();
-    ring.finish_keys(Ring::k_place(turn));
+    ring.finish_keys(Ring::k_stage(turn));
     __syncthreads();
-    copy(params.k_cache, shared.k_head, step_of(next_turn), Ring::k_place(next_turn));
+    copy(params.k_cache, shared.k_head, half_of(next_turn), Ring::k_stage(next_turn));
     int32_t valid[2];
-    count_valid(tokens, params, step_of(turn), valid);
+    count_valid(tokens, params, half_of(turn), valid);
     const bool taking_part = __any_sync(kAllLanes, valid[0] > 0 || valid[1] > 0);
     uint32_t p[kUnitKeys / 16][4];
     if (taking_part) {
       float s[kUnitKeys / 8][4], factor[2];
-      multiply_q_k(q, ring.unit(Ring::k_place(turn)), s);
+      multiply_q_k(q, ring.unit(Ring::k_stage(turn)), s);
       running_softmax(s, valid, shared.scale_log2, rows, p, factor);
       if (__any_sync(kAllLanes, factor[0] != 1.0f || factor[1] != 1.0f)) {
 #pragma unroll
@@ -468,21 +468,21 @@ __global__ void __launch_bounds__(kThreads, 3)
     // V, the same.
     wait_async_copies<1>();
     const bool found =
-        ring.finish_values(Ring::v_place(turn), step_of(turn).look_for_wild(), shared.wild[turn]);
+        ring.finish_values(Ring::v_stage(turn), half_of(turn).look_for_wild(), shared.wild[turn]);
     const bool found_wild = __syncthreads_or(found);
     if (threadIdx.x == 0) shared.wild[next_turn] = 0;
-    copy(params.v_cache, shared.v_head, step_of(next_turn), Ring::v_place(next_turn));
+    copy(params.v_cache, shared.v_head, half_of(next_turn), Ring::v_stage(next_turn));
     if (taking_part) {
-      multiply_p_v(p, ring.unit(Ring::v_place(turn)), o);
+      multiply_p_v(p, ring.unit(Ring::v_stage(turn)), o);
       if (found_wild) {
-        count_valid(tokens, params, step_of(turn), valid);
+        count_valid(tokens, params, half_of(turn), valid);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           add_wild_numbers<kCache>(
-              params, tokens[Tile::row(r) >> log_group_of(params)].position, step_of(turn).block,
+              params, tokens[Tile::row(r) >> log_group_of(params)].position, half_of(turn).block,
               shared.wild[turn], valid[r], r,
               [&](int32_t page) {
-                return first_row(params.v_cache, shared.v_head, page, step_of(turn).half());
+                return first_row(params.v_cache, shared.v_head, page, half_of(turn).half());
               },
               o);
         }

@@ -37,9 +37,10 @@ __device__ __forceinline__ uint32_t within_loop(uint32_t value) {
 using WildRows = unsigned long long;
 static_assert(kUnitKeys == 64, "a bit each");
 
-// Where the units of a CTA stand. A step is 64 keys, a unit of K and one of V; its turn counts 0,
-// 1, 2, 0, ... A unit is copied when the one before the last has been finished by all: with three
-// places it takes that of the last; converted, its bytes are those that have just become a unit.
+// The stages of a CTA's pipeline. In each turn, counted 0, 1, 2, 0, ..., it attends to half a
+// block: a unit of K, then one of V. While a unit is used the next one is on its way, and the
+// copies of the one after that begin: of bfloat16 in the third stage, of FP8 where the bytes of the
+// unit lay.
 template <DType kCache>
 struct UnitRing;
 
@@ -52,9 +53,9 @@ struct UnitRing<DType::kBFloat16> {
   static constexpr int kPasses = kUnitKeys / kPassRows;
   static_assert(kUnits * kUnitBytes == kRingBytes, "K, V and the next K");
   static_assert(kPassRows == 8, "row % 8 is the same in all passes");
-  // Places of the units of a step, 0 to 2, follow each other in a circle: K V K, V K V, ...
-  static __device__ __forceinline__ int k_place(int turn) { return turn == 0 ? 0 : 3 - turn; }
-  static __device__ __forceinline__ int v_place(int turn) { return turn == 2 ? 2 : 1 - turn; }
+  // Three stages in a circle: K V K, V K V, ...
+  static __device__ __forceinline__ int k_stage(int turn) { return turn == 0 ? 0 : 3 - turn; }
+  static __device__ __forceinline__ int v_stage(int turn) { return turn == 2 ? 2 : 1 - turn; }
 
   uint32_t base;  // shared address
 
@@ -139,8 +140,8 @@ struct UnitRing<DType::kFloat8E4M3> {
   static constexpr int kPasses = kUnitKeys / kPassRows;
   static constexpr int kRawBytes = kUnitKeys * kHeadDim;
   static_assert(kUnits * (kUnitBytes + kRawBytes) <= kRingBytes, "two units and their bytes");
-  static __device__ __forceinline__ int k_place(int) { return 0; }
-  static __device__ __forceinline__ int v_place(int) { return 1; }
+  static __device__ __forceinline__ int k_stage(int) { return 0; }
+  static __device__ __forceinline__ int v_stage(int) { return 1; }
 
   uint32_t base;
 
