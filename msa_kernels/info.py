@@ -79,6 +79,8 @@ def main() -> None:
         print(f"{f'cuda:{index}':<14}{device['name']}, compute capability {device['capability']}")
     if not data["devices"]:
         print(f"{'cuda devices':<14}none")
+    if data["build"]["cpu"]["portable_forced"]:
+        print(f"{'kernels':<14}MSA_FORCE_PORTABLE=1: the portable ones (sm80) alone")
     print("\noperator           dtype          cache          cpu  cuda")
     for row in data["runs"]:
         cuda = row["cuda"]

@@ -9,14 +9,17 @@ import torch
 from . import _load
 
 
-def _runs_on(arch: str, capability: tuple[int, int], cuda_archs: str) -> bool:
+def _runs_on(
+    arch: str, capability: tuple[int, int], cuda_archs: str, portable_forced: bool = False
+) -> bool:
     """Whether the kernels of a folder run on a compute capability (major, minor).
 
-    sm90 kernels are compiled for 9.0 alone; sm80 ones for each of `cuda_archs` ("80,90a,..."), and
-    as PTX of the lowest, which the driver compiles for any later GPU.
+    sm90 kernels are compiled for 9.0 alone, and kept from running by MSA_FORCE_PORTABLE=1; sm80
+    ones for each of `cuda_archs` ("80,90a,..."), and as PTX of the lowest, which the driver
+    compiles for any later GPU.
     """
     if arch == "sm90":
-        return capability == (9, 0)
+        return capability == (9, 0) and not portable_forced
     lowest = min(int(name.rstrip("af")) for name in cuda_archs.split(","))
     return capability[0] * 10 + capability[1] >= lowest
 
@@ -27,7 +30,8 @@ def build_info() -> dict[str, Any]:
 
     Returns:
         {"cpu": info, "cuda": info or None}; info has version, git_commit, compiler, torch_target,
-        torch_headers, cuda, cutlass, cuda_archs and kernels, a list of {op, arch, dtype,
+        torch_headers, cuda, cutlass, cuda_archs, portable_forced (whether MSA_FORCE_PORTABLE=1
+        keeps this process to the sm80 kernels) and kernels, a list of {op, arch, dtype,
         cache_dtype}.
     """
     cpu = json.loads(torch.ops.msa.build_info())
@@ -84,6 +88,6 @@ def is_supported(
         return True, "cpu"
     capability = torch.cuda.get_device_capability(device)
     for kernel in reversed(fitting):  # later lines of a list are for newer architectures
-        if _runs_on(kernel["arch"], capability, build["cuda_archs"]):
+        if _runs_on(kernel["arch"], capability, build["cuda_archs"], build["portable_forced"]):
             return True, kernel["arch"]
     return False, f"no kernel of {op} runs on compute capability {capability[0]}.{capability[1]}"

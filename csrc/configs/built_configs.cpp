@@ -1,5 +1,6 @@
 #include "configs/built_configs.h"
 
+#include <cstdlib>
 #include <cstring>
 
 #include "host/errors.h"
@@ -31,6 +32,19 @@ const std::vector<KernelConfig>& built_configs() {
   static const std::vector<KernelConfig> configs = {MSA_BUILT_CONFIGS(MSA_ENTRY)};
 #undef MSA_ENTRY
   return configs;
+}
+
+bool portable_forced() {
+  static const bool forced = [] {
+    const char* const value = std::getenv("MSA_FORCE_PORTABLE");
+    const std::string text = value ? value : "";
+    if (text != "" && text != "0" && text != "1") {
+      throw std::runtime_error("msa_kernels: MSA_FORCE_PORTABLE must be 0, 1 or unset, got '" +
+                               text + "'");
+    }
+    return text == "1";
+  }();
+  return forced;
 }
 
 std::string built_configs_text(const char* op) {

@@ -4,7 +4,7 @@
 //   X(op, arch, dtype, cache dtype)   dtype: of q, index_q, k or the parts; kOther: no such tensor
 //
 // arch names the folder of the kernel: cpu, sm80 (portable, every GPU from sm_80 on), sm90
-// (Hopper).
+// (Hopper). Of an operator's lines that serve a call, the last one that runs on its GPU is taken.
 #pragma once
 
 #include <string>
@@ -16,10 +16,15 @@
   X(merge_lse, sm80, kFloat32, kOther) \
   X(merge_lse, sm80, kBFloat16, kOther)
 
-#define MSA_CUDA_CONFIGS(X)                       \
-  X(kv_block_schedule, sm80, kInt32, kOther)      \
-  X(kv_block_schedule, sm80, kInt64, kOther)      \
-  X(sparse_prefill, sm90, kBFloat16, kBFloat16)   \
+#define MSA_CUDA_SPARSE_PREFILL_SM80_CONFIGS(X) \
+  X(sparse_prefill, sm80, kBFloat16, kBFloat16) \
+  X(sparse_prefill, sm80, kBFloat16, kFloat8E4M3)
+
+#define MSA_CUDA_CONFIGS(X)                     \
+  X(kv_block_schedule, sm80, kInt32, kOther)    \
+  X(kv_block_schedule, sm80, kInt64, kOther)    \
+  MSA_CUDA_SPARSE_PREFILL_SM80_CONFIGS(X)       \
+  X(sparse_prefill, sm90, kBFloat16, kBFloat16) \
   X(sparse_prefill, sm90, kBFloat16, kFloat8E4M3) \
   MSA_CUDA_MERGE_LSE_CONFIGS(X)
 
@@ -60,6 +65,10 @@ struct KernelConfig {
 
 // The configurations of this library.
 const std::vector<KernelConfig>& built_configs();
+
+// Whether MSA_FORCE_PORTABLE=1 in the environment keeps every call to the portable kernels, so that
+// they can be tested and timed on Hopper. Read once a process; build_info() tells it.
+bool portable_forced();
 
 // "float32, bfloat16 with a float8_e4m3fn cache", of one operator; "nothing" where none is built.
 std::string built_configs_text(const char* op);

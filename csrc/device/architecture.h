@@ -4,6 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstring>
+
 #include "configs/built_configs.h"
 #include "device/cuda_errors.h"
 #include "host/exec_context.h"
@@ -20,6 +22,18 @@ inline int compute_capability(const ExecContext& context) {
              cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, context.device),
              "reading the compute capability");
   return 10 * major + minor;
+}
+
+// Whether a call is Hopper's: an sm90 kernel is built for its dtypes, and the GPU runs it. The rule
+// of support.py.
+inline bool runs_sm90(const ExecContext& context, DType dtype, DType cache_dtype) {
+  for (const KernelConfig& config : built_configs()) {
+    if (std::strcmp(config.op, context.op) == 0 && std::strcmp(config.arch, "sm90") == 0 &&
+        config.dtype == dtype && config.cache_dtype == cache_dtype) {
+      return !portable_forced() && compute_capability(context) == 90;
+    }
+  }
+  return false;
 }
 
 inline void require_sm90(const ExecContext& context) {

@@ -12,6 +12,21 @@ namespace msa {
 
 constexpr int kMaxDevices = 64;
 
+// Lets `kernel` have `bytes` of dynamic shared memory on the current device, and as many CTAs on an
+// SM as its shared memory holds. Of one kernel `bytes` is always the same.
+template <auto kernel>
+void allow_shared_memory(const char* op, int device, int bytes) {
+  static std::array<std::atomic<bool>, kMaxDevices> done{};
+  if (device >= 0 && device < kMaxDevices && done[device].load(std::memory_order_relaxed)) return;
+  check_cuda(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+             "raising the shared-memory limit");
+  check_cuda(op,
+             cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                  cudaSharedmemCarveoutMaxShared),
+             "asking for shared memory instead of L1");
+  if (device >= 0 && device < kMaxDevices) done[device].store(true);
+}
+
 // CTAs of `kernel` that the current device runs at once. Also raises the kernel's shared-memory
 // limit there. Asked of CUDA once a kernel and device: neither answer changes while the process
 // lives.

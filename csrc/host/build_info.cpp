@@ -47,11 +47,13 @@ std::string build_info() {
 #else
   const std::string cuda = "null", cutlass = "null", archs = "null";
 #endif
-  return concat(
-      "{\"version\": ", quoted(MSA_VERSION), ", \"git_commit\": ", quoted(MSA_GIT_COMMIT),
-      ", \"compiler\": ", quoted(MSA_COMPILER), ", \"torch_target\": ", quoted(MSA_TORCH_TARGET),
-      ", \"torch_headers\": ", quoted(MSA_TORCH_HEADERS), ", \"cuda\": ", cuda,
-      ", \"cutlass\": ", cutlass, ", \"cuda_archs\": ", archs, ", \"kernels\": [", kernels, "]}");
+  return concat("{\"version\": ", quoted(MSA_VERSION), ", \"git_commit\": ", quoted(MSA_GIT_COMMIT),
+                ", \"compiler\": ", quoted(MSA_COMPILER),
+                ", \"torch_target\": ", quoted(MSA_TORCH_TARGET),
+                ", \"torch_headers\": ", quoted(MSA_TORCH_HEADERS), ", \"cuda\": ", cuda,
+                ", \"cutlass\": ", cutlass, ", \"cuda_archs\": ", archs,
+                ", \"portable_forced\": ", portable_forced() ? "true" : "false", ", \"kernels\": [",
+                kernels, "]}");
 }
 
 }  // namespace msa

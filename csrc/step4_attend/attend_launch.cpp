@@ -52,7 +52,7 @@ void fill(AttendParams& params, const AttendArgs& args, const TensorInfo& out,
 }
 
 using RunSparse = void (*)(const SparseAttendParams&, const ExecContext&);
-using WorkspaceBytes = int64_t (*)(const SparseAttendParams&);
+using WorkspaceBytes = int64_t (*)(const SparseAttendParams&, const ExecContext&);
 
 TwoTensors attend_sparse(const char* op, RunSparse run, WorkspaceBytes workspace_bytes,
                          const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
@@ -79,10 +79,11 @@ TwoTensors attend_sparse(const char* op, RunSparse run, WorkspaceBytes workspace
   fill(params, args, info("out", outputs.out), outputs.lse_info);
   params.ids = ids_view(ids_info);
   params.batch_invariant = batch_invariant;
-  const Tensor workspace =
-      empty_like_device(q, {workspace_bytes ? workspace_bytes(params) : 0}, ScalarType::Byte);
+  const ExecScope scope(op, q);
+  const Tensor workspace = empty_like_device(
+      q, {workspace_bytes ? workspace_bytes(params, scope) : 0}, ScalarType::Byte);
   params.workspace = workspace.data_ptr();
-  run(params, ExecScope(op, q));
+  run(params, scope);
   return {outputs.out, outputs.lse};
 }
 

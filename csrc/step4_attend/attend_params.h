@@ -27,10 +27,14 @@ struct SparseAttendParams : AttendParams {
   bool batch_invariant;
 };
 
-// Scratch memory of a sparse_prefill call on this library's device; bounded, see docs/kernels.
-int64_t sparse_prefill_workspace_bytes(const SparseAttendParams& params);
+// Scratch memory of a sparse_prefill call on its device; bounded, see docs/kernels.
+int64_t sparse_prefill_workspace_bytes(const SparseAttendParams& params,
+                                       const ExecContext& context);
 
 void run_sparse_prefill(const SparseAttendParams& params, const ExecContext& context);
+// Hopper's kernels, where runs_sm90() says so.
+int64_t sparse_prefill_sm90_workspace_bytes(const SparseAttendParams& params);
+void run_sparse_prefill_sm90(const SparseAttendParams& params, const ExecContext& context);
 void run_sparse_decode(const SparseAttendParams& params, const ExecContext& context);
 // Every page of batch.block_table counts; without cu_seqlens_q row t is token t and its whole
 // length.

@@ -1,5 +1,6 @@
 """What a user reads when a library is missing."""
 
+import os
 import subprocess
 import sys
 
@@ -53,6 +54,31 @@ def test_reason_for_no_cuda_kernels_on_a_cpu_torch():
 def test_loading_again_changes_nothing():
     _load.load_libraries()
     assert torch.ops.msa.build_info()
+
+
+@pytest.mark.parametrize("value,forced", [(None, False), ("", False), ("0", False), ("1", True)])
+def test_portable_kernels_can_be_forced_for_a_process(value, forced):
+    run = in_process("import msa_kernels.info as i; i.main()", value)
+    assert run.returncode == 0, run.stderr
+    assert ("MSA_FORCE_PORTABLE=1: the portable ones (sm80) alone" in run.stdout) == forced
+
+
+def test_a_mistyped_force_is_refused():
+    run = in_process("import msa_kernels; msa_kernels.build_info()", "yes")
+    assert run.returncode != 0
+    assert (
+        "RuntimeError: msa_kernels: MSA_FORCE_PORTABLE must be 0, 1 or unset, got 'yes'"
+        in (run.stderr.strip().splitlines()[-1])
+    )
+
+
+def in_process(code: str, forced: str | None) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "MSA_FORCE_PORTABLE"}
+    if forced is not None:
+        environment["MSA_FORCE_PORTABLE"] = forced
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
 
 
 def test_is_supported_answers():

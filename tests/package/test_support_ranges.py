@@ -28,6 +28,11 @@ def test_ranges(arch, capability, cuda_archs, runs):
     assert _runs_on(arch, capability, cuda_archs) is runs
 
 
+def test_only_hopper_kernels_are_kept_out_by_force():
+    assert not _runs_on("sm90", (9, 0), DEFAULT, portable_forced=True)
+    assert _runs_on("sm80", (9, 0), DEFAULT, portable_forced=True)
+
+
 def test_unknown_device():
     with pytest.raises(ValueError, match=r"msa\.is_supported: device must name one, got 'banana'"):
         is_supported("merge_lse", "banana", torch.float32)

@@ -258,17 +258,12 @@ void run(const SparseAttendParams& params, const ExecContext& context) {
 
 }  // namespace
 
-int64_t sparse_prefill_workspace_bytes(const SparseAttendParams& params) {
+int64_t sparse_prefill_sm90_workspace_bytes(const SparseAttendParams& params) {
   return cut_workspace(params).bytes;
 }
 
-void run_sparse_prefill(const SparseAttendParams& params, const ExecContext& context) {
-  const DType cache = params.k_cache.dtype;
-  if (params.q.dtype != DType::kBFloat16 || cache == DType::kFloat32) {
-    throw_not_built(context.op, params.q.dtype, cache);
-  }
-  require_sm90(context);
-  if (cache == DType::kFloat8E4M3) {
+void run_sparse_prefill_sm90(const SparseAttendParams& params, const ExecContext& context) {
+  if (params.k_cache.dtype == DType::kFloat8E4M3) {
     run<DType::kFloat8E4M3>(params, context);
   } else {
     run<DType::kBFloat16>(params, context);

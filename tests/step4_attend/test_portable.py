@@ -1,0 +1,34 @@
+"""On Hopper, the tests of this folder again with the portable kernels."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import no_gpu_reason
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_portable_kernels_on_hopper():
+    """Which kernels run is settled once a process: another one takes the portable ones."""
+    if reason := no_gpu_reason():
+        pytest.skip(reason)
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU: all tests here have run the portable kernels")
+    if os.environ.get("MSA_FORCE_PORTABLE") == "1":
+        pytest.skip("MSA_FORCE_PORTABLE=1: all tests here run the portable kernels")
+    tests = [str(Path(__file__).parent), f"--deselect={__file__}"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *tests],
+        cwd=ROOT,
+        env={**os.environ, "MSA_FORCE_PORTABLE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-1000:]
