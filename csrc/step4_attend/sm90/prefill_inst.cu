@@ -109,7 +109,7 @@ CUtensorMap make_kv_map(const PagedView& cache, const SparseAttendParams& params
 
 }  // namespace
 
-int64_t sparse_prefill_workspace_bytes(const SparseAttendParams& params) {
+int64_t sparse_prefill_workspace_bytes(const SparseAttendParams& params, const ExecContext&) {
   return cut_workspace(params).bytes;
 }
 
