@@ -8,8 +8,9 @@
 
 namespace msa {
 
-constexpr int64_t kMaxClusterSplits = 16;  // CTAs that share one row's keys and merge in a cluster
-constexpr int64_t kMaxSplits = 128;        // parts of a row, merged by a second launch past that
+constexpr int64_t kMaxClusterSplits = 16;  // parts of a row that merge in a cluster
+constexpr int64_t kMaxSplits = 128;        // parts of a row that merge by a second launch
+constexpr int64_t kSmallCtas = 128;        // calls with so few CTAs: sm90/ gives each an SM
 
 // What the kernels of sparse_decode and paged_decode take.
 struct DecodeParams {
@@ -24,11 +25,11 @@ struct DecodeParams {
 // Many, that is a page table of unknown lengths: several times that, so that a long row beside
 // short ones is not left to one CTA.
 inline int64_t decode_splits(int64_t num_units, int64_t blocks) {
-  constexpr int64_t kShort = 64, kCtas = 128, kManyCtas = 1024, kBlocksPerPart = 8;
+  constexpr int64_t kShort = 64, kManyCtas = 1024, kBlocksPerPart = 8;
   const bool is_short = blocks <= kShort;
   const int64_t most = is_short ? std::min(kMaxClusterSplits, blocks)
                                 : std::min(kMaxSplits, blocks / kBlocksPerPart);
-  const int64_t ctas = is_short ? kCtas : kManyCtas;
+  const int64_t ctas = is_short ? kSmallCtas : kManyCtas;
   int64_t splits = 1;
   while (2 * splits <= most && 2 * splits * num_units <= ctas) splits *= 2;
   return splits;
@@ -39,7 +40,7 @@ inline DecodeParams plan_decode(const AttendParams& attend, const IdsView& ids, 
   return {attend, ids, units, static_cast<int32_t>(decode_splits(units, blocks))};
 }
 
-// sm90/: the splits of a unit merge in a cluster, at most kMaxClusterSplits of them.
+// sm90/: few CTAs of many warps, the splits of a unit merged in a cluster.
 void run_decode_cluster(const DecodeParams& params, const ExecContext& context, bool sparse);
 
 }  // namespace msa

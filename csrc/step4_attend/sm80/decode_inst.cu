@@ -8,9 +8,9 @@ namespace {
 
 namespace sm80 = decode::sm80;
 
-// Whether the splits of a unit merge in a cluster (sm90/), without a workspace.
+// Whether sm90/ serves the call, without a workspace.
 bool in_cluster(const DecodeParams& params, const ExecContext& context) {
-  return params.splits > 1 && params.splits <= kMaxClusterSplits &&
+  return params.splits <= kMaxClusterSplits && params.num_units * params.splits <= kSmallCtas &&
          compute_capability(context) == 90;
 }
 
@@ -24,7 +24,7 @@ template <typename Element, bool kSparse>
 void launch(const DecodeParams& params, const ExecContext& context) {
   launch_portable<sm80::msa_decode_sm80_kernel<Element, kSparse>>(
       context, "launching msa_decode_sm80_kernel", params.num_units * params.splits, sm80::kThreads,
-      sizeof(sm80::SharedStorage), params);
+      sizeof(sm80::SharedStorage<sm80::kWarps>), params);
   if (params.splits == 1) return;
   launch_portable<sm80::msa_decode_merge_sm80_kernel>(
       context, "launching msa_decode_merge_sm80_kernel",

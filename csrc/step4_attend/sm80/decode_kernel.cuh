@@ -15,6 +15,9 @@
 
 namespace msa::decode::sm80 {
 
+constexpr int kWarps = 4, kThreads = kWarps * 32;
+static_assert(sizeof(SharedStorage<kWarps>) <= 99 * 1024, "shared memory of one CTA on sm_86");
+
 // Partial results of a unit's rows: o [unit][split][G][D], then (m, l) [unit][split][G].
 struct Workspace {
   float* o;
@@ -29,14 +32,14 @@ template <typename Element, bool kSparse>
 __global__ void __launch_bounds__(kThreads)
     msa_decode_sm80_kernel(const __grid_constant__ DecodeParams params) {
   extern __shared__ __align__(1024) uint8_t shared_memory[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
+  auto& shared = *reinterpret_cast<SharedStorage<kWarps>*>(shared_memory);
   const AttendParams& attend = params.attend;
   const int32_t split = blockIdx.x % params.splits, unit = blockIdx.x / params.splits;
   const auto num_tokens = static_cast<int32_t>(attend.batch.num_tokens);
   const int64_t head = unit / num_tokens;
   const int32_t token = unit % num_tokens;
   wait_for_previous_kernel();
-  walk_slices<Element, kSparse>(params, shared, head, token, split);
+  walk_slices<Element, kSparse, kWarps>(params, shared, head, token, split);
   allow_next_kernel();
   __syncthreads();
   const int group = static_cast<int>(attend.group_size);

@@ -47,7 +47,6 @@
 
 namespace msa::decode::sm80 {
 
-constexpr int kWarps = 4, kThreads = kWarps * 32;
 constexpr int kStages = 3;
 constexpr int kRows = 16;               // of a product: G query heads, the others 0
 constexpr int kPartBytes = 4096;        // K or V of a slice
@@ -63,15 +62,18 @@ struct Slice {
   static constexpr int kTokens = kPartBytes / kRowBytes;
   static constexpr int kPerBlock = kBlock / kTokens;
   static constexpr int kColumns = kTokens / 8;  // tiles of S
+  static constexpr int kParts = kVectors / 4;   // of a row of K: a quad's 4 vectors each
+  static constexpr int kSteps = 8 / kParts;     // products of a part
 };
 
+template <int kWarpCount>
 struct SharedStorage {
+  static constexpr int kWarps = kWarpCount, kThreads = kWarps * 32;
   alignas(1024) uint8_t ring[kWarps][kStages][2][kPartBytes];
   float2 state[kWarps][kRows];
   int32_t valid[kWarps][kStages];
 };
-static_assert(sizeof(SharedStorage) <= 99 * 1024, "shared memory of one CTA on sm_86");
-static_assert(kRows * kOStride * 4 <= sizeof(SharedStorage::ring) / kWarps, "o lies in the ring");
+static_assert(kRows * kOStride * 4 <= kStages * 2 * kPartBytes, "o lies in the ring");
 
 __device__ __forceinline__ float exp2_fast(float x) {
   float result;
@@ -130,17 +132,21 @@ __device__ __forceinline__ SliceSource find_slice(const DecodeParams& params, co
   return {block, page_of(params.attend.batch, row.request, block)};
 }
 
-// What a warp holds of its 16 rows while it walks its slices; of a lane rows g and g + 8.
+// The lane's operands of the products of one part of K's rows.
 template <typename Element>
-struct WarpState {
-  using S = Slice<Element>;
-  uint32_t q[2][16];  // words 2 i and 2 i + 1 of a row are the lane's operands of product i
-  float o[16][4];
-  float maximum[2];  // log2 units
-  float sum[2];      // of the lane's own columns
+using Fragments = uint32_t[Slice<Element>::kSteps][4];
 
-  __device__ __forceinline__ void load_q(const RowsView& view, int64_t token, int64_t first_head,
-                                         int64_t group) {
+// The 16 rows of q in registers; of a lane rows g and g + 8. Beside an FP8 cache they are float16
+// like K, each row times a power of two that brings its largest value under 2^15: what that rounds
+// away of the small ones is 2^-39 of the largest.
+template <typename Element>
+struct Query {
+  using S = Slice<Element>;
+  uint4 words[2][4];  // row g + 8 r: the lane's shares of d, in the order of its share of K
+  float scale[2];     // of the row's logits, log2 units
+
+  __device__ __forceinline__ void load(const RowsView& view, int64_t token, int64_t first_head,
+                                       int64_t group) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -149,18 +155,168 @@ struct WarpState {
                         2 * (token * view.token_stride + (first_head + head) * view.head_stride);
 #pragma unroll
       for (int vector = 0; vector < 4; ++vector) {
-        // The lane's share of d is the one that it reads of K in 16 bytes.
         const int offset = S::kFp8 ? vector / 2 * 128 + lane % 4 * 32 + vector % 2 * 16
                                    : vector * 64 + lane % 4 * 16;
-        uint4 bits = make_uint4(0, 0, 0, 0);
-        if (head < group) bits = *reinterpret_cast<const uint4*>(row + offset);
-        q[r][4 * vector] = bits.x;
-        q[r][4 * vector + 1] = bits.y;
-        q[r][4 * vector + 2] = bits.z;
-        q[r][4 * vector + 3] = bits.w;
+        words[r][vector] = make_uint4(0, 0, 0, 0);
+        if (head < group) words[r][vector] = *reinterpret_cast<const uint4*>(row + offset);
       }
     }
   }
+
+  // After load(), where its latency is over anyway.
+  __device__ __forceinline__ void set_scale(float scale_log2) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      scale[r] = scale_log2;
+      if constexpr (S::kFp8) {
+        float largest = 0.0f;
+        for_pairs(r, [&](uint32_t pair) {
+          const float2 values = unpack(pair);
+          largest = fmaxf(largest, fmaxf(fabsf(values.x), fabsf(values.y)));
+          return pair;
+        });
+        largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+        const int exponent = static_cast<int>(__float_as_uint(largest) >> 23);
+        // 2^14 / 2^exponent, at most 2^100; 1 where the row holds Inf and the result is NaN anyway.
+        const int factor = exponent == 255 ? 127 : min(127 + 100, 127 + 14 + 127 - exponent);
+        const float multiplier = __uint_as_float(static_cast<uint32_t>(factor) << 23);
+        scale[r] *= __uint_as_float(static_cast<uint32_t>(254 - factor) << 23);
+        for_pairs(r, [&](uint32_t pair) {
+          const float2 values = unpack(pair);
+          const __half2 half = __floats2half2_rn(values.x * multiplier, values.y * multiplier);
+          return *reinterpret_cast<const uint32_t*>(&half);
+        });
+      }
+    }
+  }
+
+  __device__ __forceinline__ void fragments(int part, Fragments<Element>& a) const {
+#pragma unroll
+    for (int step = 0; step < S::kSteps; ++step) {
+      const uint4& low = words[0][(part * S::kSteps + step) / 2];
+      const uint4& high = words[1][(part * S::kSteps + step) / 2];
+      set_fragment(low, high, step % 2, a[step]);
+    }
+  }
+
+  static __device__ __forceinline__ void set_fragment(const uint4& low, const uint4& high,
+                                                      int second, uint32_t (&a)[4]) {
+    a[0] = second ? low.z : low.x;
+    a[1] = second ? high.z : high.x;
+    a[2] = second ? low.w : low.y;
+    a[3] = second ? high.w : high.y;
+  }
+
+ private:
+  static __device__ __forceinline__ float2 unpack(uint32_t pair) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+  }
+  template <typename Change>
+  __device__ __forceinline__ void for_pairs(int r, const Change& change) {
+#pragma unroll
+    for (int vector = 0; vector < 4; ++vector) {
+      uint4& it = words[r][vector];
+      it = make_uint4(change(it.x), change(it.y), change(it.z), change(it.w));
+    }
+  }
+};
+
+// s += a B for the lane's 16 bytes of a row of K: products of one part.
+template <typename Element>
+__device__ __forceinline__ void multiply_part(const Fragments<Element>& a, const uint4& bits,
+                                              float (&even)[4], float (&odd)[4]) {
+  if constexpr (Slice<Element>::kFp8) {
+    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      uint32_t low, high;
+      fp8_to_f16(words[step], low, high);
+      multiply_f16(step % 2 ? odd : even, a[step], low, high);
+    }
+  } else {
+    multiply_bf16(even, a[0], bits.x, bits.y);
+    multiply_bf16(odd, a[1], bits.z, bits.w);
+  }
+}
+
+// Where the lane reads part 0 of row g of a slice's K; other parts: ^ part * 64, tile n: + 8 n
+// rows.
+template <typename Element>
+__device__ __forceinline__ uint32_t key_address(uint32_t k) {
+  const int lane = threadIdx.x % 32, row = lane / 4;
+  return k + row * Slice<Element>::kRowBytes + row % 2 * 64 + lane % 4 * 16;
+}
+
+// s = Q K^T of a slice; even and odd products in sums of their own, half as long a chain.
+template <typename Element>
+__device__ __forceinline__ void score(const Query<Element>& query, uint32_t k,
+                                      float (&s)[Slice<Element>::kColumns][4]) {
+  using S = Slice<Element>;
+  const uint32_t address = key_address<Element>(k);
+#pragma unroll
+  for (int tile = 0; tile < S::kColumns; ++tile) {
+    float even[4] = {}, odd[4] = {};
+#pragma unroll
+    for (int part = 0; part < S::kParts; ++part) {
+      Fragments<Element> a;
+      query.fragments(part, a);
+      const uint4 bits = load_shared_16((address ^ part * 64) + tile * 8 * S::kRowBytes);
+      multiply_part<Element>(a, bits, even, odd);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[tile][i] = even[i] + odd[i];
+  }
+}
+
+// The operands of O += P V that a lane takes from a slice's V: calls visit(n, b0, b1) for each tile
+// n of o. Of tile n: bf16: d = 8 n + column; FP8: d = 16 column + n. step: of 16 tokens.
+template <typename Element, typename Visit>
+__device__ __forceinline__ void for_value_operands(uint32_t v, int step, const Visit& visit) {
+  using S = Slice<Element>;
+  const int lane = threadIdx.x % 32;
+  if constexpr (S::kFp8) {
+    const int column = lane / 4, quad = lane % 4;
+    const uint32_t address = v + (step * 16 + quad * 2) * S::kRowBytes + (column ^ quad * 2) * 16;
+    uint32_t words[4][4];  // of tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9
+#pragma unroll
+    for (int token = 0; token < 4; ++token) {
+      const uint4 bits = load_shared_16(address + (token / 2 * 8 + token % 2) * S::kRowBytes);
+      words[token][0] = bits.x;
+      words[token][1] = bits.y;
+      words[token][2] = bits.z;
+      words[token][3] = bits.w;
+    }
+#pragma unroll
+    for (int n = 0; n < 16; n += 2) {
+      const uint32_t select = n % 4 == 0 ? 0x5140 : 0x7362;  // d = n and n + 1, token by token
+      uint32_t b0[2], b1[2];
+      fp8_to_f16(__byte_perm(words[0][n / 4], words[1][n / 4], select), b0[0], b0[1]);
+      fp8_to_f16(__byte_perm(words[2][n / 4], words[3][n / 4], select), b1[0], b1[1]);
+      visit(n, b0[0], b1[0]);
+      visit(n + 1, b0[1], b1[1]);
+    }
+  } else {
+    const int row = lane % 16, half = lane / 16;  // matrices: tokens 0-7, 8-15; then the next d
+    const uint32_t address = v + row * S::kRowBytes + (half ^ row % 8) * 16;
+#pragma unroll
+    for (int n = 0; n < 16; n += 2) {
+      uint32_t b[4];
+      load_matrices_transposed(b, address ^ n * 16);
+      visit(n, b[0], b[1]);
+      visit(n + 1, b[2], b[3]);
+    }
+  }
+}
+
+// What a warp holds of 16 rows while it walks its slices; of a lane rows g and g + 8.
+template <typename Element>
+struct Rows {
+  using S = Slice<Element>;
+  using Weights = uint32_t[S::kColumns][2];
+  float o[16][4];
+  float maximum[2];  // log2 units
+  float sum[2];      // of the lane's own columns
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -172,49 +328,16 @@ struct WarpState {
     sum[0] = sum[1] = 0.0f;
   }
 
-  __device__ __forceinline__ void multiply_q(float (&s)[4], int step, uint32_t b0,
-                                             uint32_t b1) const {
-    const uint32_t a[4] = {q[0][2 * step], q[1][2 * step], q[0][2 * step + 1], q[1][2 * step + 1]};
-    multiply_bf16(s, a, b0, b1);
-  }
-
-  // s = Q K^T of a slice; even and odd products in sums of their own, half as long a chain.
-  __device__ __forceinline__ void score(uint32_t k, float (&s)[S::kColumns][4]) const {
-    const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
-    const uint32_t address = k + row * S::kRowBytes + row % 2 * 64 + quad * 16;
-#pragma unroll
-    for (int tile = 0; tile < S::kColumns; ++tile) {
-      float sums[2][4] = {};
-#pragma unroll
-      for (int part = 0; part < S::kVectors / 4; ++part) {
-        const uint4 bits = load_shared_16((address ^ part * 64) + tile * 8 * S::kRowBytes);
-        if constexpr (S::kFp8) {
-          const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            multiply_q(sums[i % 2], 4 * part + i, fp8_to_bf16(words[i]),
-                       fp8_to_bf16(words[i] >> 16));
-          }
-        } else {
-          multiply_q(sums[0], 2 * part, bits.x, bits.y);
-          multiply_q(sums[1], 2 * part + 1, bits.z, bits.w);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s[tile][i] = sums[0][i] + sums[1][i];
-    }
-  }
-
   // s -> p packed as the first operand of the next product; o shrinks where the maximum grew.
-  __device__ __forceinline__ void softmax(float (&s)[S::kColumns][4], int valid, float scale_log2,
-                                          uint32_t (&p)[S::kColumns][2]) {
+  __device__ __forceinline__ void softmax(float (&s)[S::kColumns][4], int valid,
+                                          const float (&scale)[2], Weights& p) {
     const int quad = threadIdx.x % 4;
     float largest[2] = {-INFINITY, -INFINITY}, factor[2], reference[2], added[2] = {};
 #pragma unroll
     for (int tile = 0; tile < S::kColumns; ++tile) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        s[tile][i] = tile * 8 + quad * 2 + i % 2 < valid ? s[tile][i] * scale_log2 : -INFINITY;
+        s[tile][i] = tile * 8 + quad * 2 + i % 2 < valid ? s[tile][i] * scale[i / 2] : -INFINITY;
         largest[i / 2] = fmaxf(largest[i / 2], s[tile][i]);
       }
     }
@@ -254,46 +377,22 @@ struct WarpState {
     }
   }
 
-  // o += P V. Of tile n: bf16: d = 8 n + column; FP8: d = 16 column + n.
-  __device__ __forceinline__ void add_values(uint32_t v, const uint32_t (&p)[S::kColumns][2]) {
-    const int lane = threadIdx.x % 32;
+  __device__ __forceinline__ void multiply(const Weights& p, int step, int n, uint32_t b0,
+                                           uint32_t b1) {
+    const uint32_t a[4] = {p[2 * step][0], p[2 * step][1], p[2 * step + 1][0], p[2 * step + 1][1]};
     if constexpr (S::kFp8) {
-      const int column = lane / 4, quad = lane % 4;
-      const uint32_t address = v + quad * 2 * S::kRowBytes + (column ^ quad * 2) * 16;
-#pragma unroll
-      for (int step = 0; step < S::kTokens / 16; ++step) {
-        const uint32_t a[4] = {p[2 * step][0], p[2 * step][1], p[2 * step + 1][0],
-                               p[2 * step + 1][1]};
-        uint32_t words[4][4];  // of tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9
-#pragma unroll
-        for (int token = 0; token < 4; ++token) {
-          const uint4 bits =
-              load_shared_16(address + (step * 16 + token / 2 * 8 + token % 2) * S::kRowBytes);
-          words[token][0] = bits.x;
-          words[token][1] = bits.y;
-          words[token][2] = bits.z;
-          words[token][3] = bits.w;
-        }
-#pragma unroll
-        for (int n = 0; n < 16; n += 2) {
-          const uint32_t select = n % 4 == 0 ? 0x5140 : 0x7362;  // d = n and n + 1, token by token
-          const uint32_t low = __byte_perm(words[0][n / 4], words[1][n / 4], select);
-          const uint32_t high = __byte_perm(words[2][n / 4], words[3][n / 4], select);
-          multiply_f16(o[n], a, fp8_to_f16(low), fp8_to_f16(high));
-          multiply_f16(o[n + 1], a, fp8_to_f16(low >> 16), fp8_to_f16(high >> 16));
-        }
-      }
+      multiply_f16(o[n], a, b0, b1);
     } else {
-      const int row = lane % 16, half = lane / 16;  // matrices: tokens 0-7, 8-15; then the next d
-      const uint32_t address = v + row * S::kRowBytes + (half ^ row % 8) * 16;
-      const uint32_t a[4] = {p[0][0], p[0][1], p[1][0], p[1][1]};
+      multiply_bf16(o[n], a, b0, b1);
+    }
+  }
+
+  // o += P V.
+  __device__ __forceinline__ void add_values(uint32_t v, const Weights& p) {
 #pragma unroll
-      for (int n = 0; n < 16; n += 2) {
-        uint32_t b[4];
-        load_matrices_transposed(b, address ^ n * 16);
-        multiply_bf16(o[n], a, b[0], b[1]);
-        multiply_bf16(o[n + 1], a, b[2], b[3]);
-      }
+    for (int step = 0; step < S::kTokens / 16; ++step) {
+      for_value_operands<Element>(
+          v, step, [&](int n, uint32_t b0, uint32_t b1) { multiply(p, step, n, b0, b1); });
     }
   }
 
@@ -354,6 +453,7 @@ struct LaneCopy {
   }
 
   __device__ __forceinline__ void copy_k(uint32_t part, int32_t page, int first, int valid) const {
+    if (valid <= 0) return commit_async_copies();  // nobody will look at it
     const char* source = k + page * k_page + first * k_token;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -363,6 +463,7 @@ struct LaneCopy {
     commit_async_copies();
   }
   __device__ __forceinline__ void copy_v(uint32_t part, int32_t page, int first, int valid) const {
+    if (valid <= 0) return commit_async_copies();  // nobody will look at it
     const char* source = v + page * v_page + first * v_token;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -422,16 +523,19 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 }
 
 // The walk of a warp over its slices; its result lies in shared memory afterwards.
-template <typename Element, bool kSparse>
-__device__ __forceinline__ void walk_slices(const DecodeParams& params, SharedStorage& shared,
-                                            int64_t head, int32_t token, int32_t split) {
+template <typename Element, bool kSparse, int kWarps>
+__device__ __forceinline__ void walk_slices(const DecodeParams& params,
+                                            SharedStorage<kWarps>& shared, int64_t head,
+                                            int32_t token, int32_t split) {
   using S = Slice<Element>;
   const AttendParams& attend = params.attend;
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0);
   const int32_t first_slice = split * kWarps + warp, turn = params.splits * kWarps;
 
-  // The ids need no position: their latency lies beside that of the look-up.
+  // Neither q nor the ids need the position: their latency lies beside that of the look-up.
+  Query<Element> query;
+  query.load(attend.q, token, head * attend.group_size, attend.group_size);
   const auto slot_of = [&](int32_t index) { return (first_slice + index * turn) / S::kPerBlock; };
   const auto id_of = [&](int32_t slot) {
     return kSparse && slot < params.ids.topk ? load_id(params.ids, head, token, slot) : -1;
@@ -441,10 +545,6 @@ __device__ __forceinline__ void walk_slices(const DecodeParams& params, SharedSt
   const KeyRow row = find_row<kSparse>(params, token);
   SliceSource ahead = find_slice<kSparse>(params, row, lane_slot, lane_id), after{0, -1};
 
-  WarpState<Element> state;
-  state.load_q(attend.q, token, head * attend.group_size, attend.group_size);
-  state.clear();
-  const float scale_log2 = attend.scale * scale_of(attend.k_scale, head) * kLog2E;
   const LaneCopy<Element> copy(attend, head);
   const int32_t slices = row.blocks * S::kPerBlock;
   const int32_t count = first_slice < slices ? (slices - first_slice + turn - 1) / turn : 0;
@@ -474,6 +574,9 @@ __device__ __forceinline__ void walk_slices(const DecodeParams& params, SharedSt
     copy.copy_v(ring[stage] + kPartBytes, page, first, valid);
   }
 
+  Rows<Element> rows;
+  rows.clear();
+  query.set_scale(attend.scale * scale_of(attend.k_scale, head) * kLog2E);
   for (int32_t index = 0; index < count; index += kStages) {
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
@@ -484,27 +587,28 @@ __device__ __forceinline__ void walk_slices(const DecodeParams& params, SharedSt
       const uint32_t k = ring[stage], v = ring[stage] + kPartBytes;
       float s[S::kColumns][4];
       uint32_t p[S::kColumns][2];
-      if (slice_valid > 0) state.score(k, s);
+      if (slice_valid > 0) score(query, k, s);
       __syncwarp();
       next_source(index + stage + kStages);
       if (lane == 0) shared.valid[warp][stage] = valid;
       copy.copy_k(k, page, first, valid);
-      if (slice_valid > 0) state.softmax(s, slice_valid, scale_log2, p);
+      if (slice_valid > 0) rows.softmax(s, slice_valid, query.scale, p);
       wait_async_copies<2 * kStages - 1>();
       __syncwarp();
-      if (slice_valid > 0) state.add_values(v, p);
+      if (slice_valid > 0) rows.add_values(v, p);
       __syncwarp();
       copy.copy_v(v, page, first, valid);
     }
   }
   wait_async_copies<0>();
   __syncwarp();
-  state.store(reinterpret_cast<float*>(shared.ring[warp]), shared.state[warp]);
+  rows.store(reinterpret_cast<float*>(shared.ring[warp]), shared.state[warp]);
 }
 
 // Row `row` of what the CTA's warps found.
-__device__ __forceinline__ float4 merge_warps(const SharedStorage& shared, int row, float& maximum,
-                                              float& sum) {
+template <int kWarps>
+__device__ __forceinline__ float4 merge_warps(const SharedStorage<kWarps>& shared, int row,
+                                              float& maximum, float& sum) {
   const int lane = threadIdx.x % 32;
   return merge_parts(
       kWarps, [&](int part) { return shared.state[part][row]; },

@@ -27,12 +27,14 @@ using msa::sm90::cluster_arrive;
 using msa::sm90::cluster_store;
 using msa::sm90::cluster_wait;
 
-struct ClusterStorage : SharedStorage {
+constexpr int kWarps = 8, kThreads = kWarps * 32;
+
+struct ClusterStorage : SharedStorage<kWarps> {
   alignas(16) float4 inbox[kRows * kHeadDim / 4];
   float2 inbox_state[kRows];
 };
 static_assert(kMaxClusterSplits <= kRows, "the inbox holds a row of every split");
-static_assert(2 * (sizeof(ClusterStorage) + 1024) <= 228 * 1024, "two CTAs an SM");
+static_assert(sizeof(ClusterStorage) <= 227 * 1024, "shared memory of one CTA");
 
 template <typename Element, bool kSparse>
 __global__ void __launch_bounds__(kThreads)
@@ -46,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t head = unit / num_tokens;
   const int32_t token = unit % num_tokens;
   wait_for_previous_kernel();
-  walk_slices<Element, kSparse>(params, shared, head, token, split);
+  walk_slices<Element, kSparse, kWarps>(params, shared, head, token, split);
   allow_next_kernel();
   const float v_scale = scale_of(attend.v_scale, head);
   __syncthreads();
@@ -55,6 +57,14 @@ __global__ void __launch_bounds__(kThreads)
   const int group = static_cast<int>(attend.group_size);
   const int rows = max(1, group / params.splits);  // that a CTA merges
   cluster_wait();
+  if (params.splits == 1) {
+    for (int row = warp; row < group; row += kWarps) {
+      float maximum, sum;
+      const float4 o = merge_warps(shared, row, maximum, sum);
+      store_result(attend, token, head, row, o, maximum, sum, v_scale);
+    }
+    return;
+  }
   for (int row = warp; row < group; row += kWarps) {
     float maximum, sum;
     const float4 o = merge_warps(shared, row, maximum, sum);
