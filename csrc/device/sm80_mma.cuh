@@ -38,6 +38,15 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&values)[4],
                : "memory");
 }
 
+__device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
+  uint2 bits;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+               : "=r"(bits.x), "=r"(bits.y)
+               : "r"(address)
+               : "memory");
+  return bits;
+}
+
 __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
   uint4 bits;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

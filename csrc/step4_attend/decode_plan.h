@@ -42,5 +42,7 @@ inline DecodeParams plan_decode(const AttendParams& attend, const IdsView& ids, 
 
 // sm90/: few CTAs of many warps, the splits of a unit merged in a cluster.
 void run_decode_cluster(const DecodeParams& params, const ExecContext& context, bool sparse);
+// sm90/, sparse_decode: two neighbouring tokens a CTA, the blocks that they share read once.
+void run_decode_pairs(const DecodeParams& params, const ExecContext& context);
 
 }  // namespace msa

@@ -278,23 +278,24 @@ __device__ __forceinline__ void for_value_operands(uint32_t v, int step, const V
   if constexpr (S::kFp8) {
     const int column = lane / 4, quad = lane % 4;
     const uint32_t address = v + (step * 16 + quad * 2) * S::kRowBytes + (column ^ quad * 2) * 16;
-    uint32_t words[4][4];  // of tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9
 #pragma unroll
-    for (int token = 0; token < 4; ++token) {
-      const uint4 bits = load_shared_16(address + (token / 2 * 8 + token % 2) * S::kRowBytes);
-      words[token][0] = bits.x;
-      words[token][1] = bits.y;
-      words[token][2] = bits.z;
-      words[token][3] = bits.w;
-    }
+    for (int half = 0; half < 2; ++half) {  // of the lane's 16 bytes: registers are scarce
+      uint2 words[4];                       // of tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9
 #pragma unroll
-    for (int n = 0; n < 16; n += 2) {
-      const uint32_t select = n % 4 == 0 ? 0x5140 : 0x7362;  // d = n and n + 1, token by token
-      uint32_t b0[2], b1[2];
-      fp8_to_f16(__byte_perm(words[0][n / 4], words[1][n / 4], select), b0[0], b0[1]);
-      fp8_to_f16(__byte_perm(words[2][n / 4], words[3][n / 4], select), b1[0], b1[1]);
-      visit(n, b0[0], b1[0]);
-      visit(n + 1, b0[1], b1[1]);
+      for (int token = 0; token < 4; ++token) {
+        words[token] =
+            load_shared_8(address + (token / 2 * 8 + token % 2) * S::kRowBytes + half * 8);
+      }
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {
+        const uint32_t select = pair % 2 == 0 ? 0x5140 : 0x7362;  // of d and d + 1, token by token
+        const auto word = [&](int token) { return pair < 2 ? words[token].x : words[token].y; };
+        uint32_t b0[2], b1[2];
+        fp8_to_f16(__byte_perm(word(0), word(1), select), b0[0], b0[1]);
+        fp8_to_f16(__byte_perm(word(2), word(3), select), b1[0], b1[1]);
+        visit(half * 8 + pair * 2, b0[0], b1[0]);
+        visit(half * 8 + pair * 2 + 1, b0[1], b1[1]);
+      }
     }
   } else {
     const int row = lane % 16, half = lane / 16;  // matrices: tokens 0-7, 8-15; then the next d
@@ -457,8 +458,8 @@ struct LaneCopy {
     const char* source = k + page * k_page + first * k_token;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      copy_async_16_or_zero(part + k_place + i * 512, source + i * kStepRows * k_token,
-                            row + i * kStepRows < valid);
+      copy_async_16_or_zero(part + k_place + i * 512, source, row + i * kStepRows < valid);
+      source += kStepRows * k_token;
     }
     commit_async_copies();
   }
@@ -468,8 +469,8 @@ struct LaneCopy {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const uint32_t turn = S::kFp8 ? i % 2 * 64 : i % 4 * 32;  // the rest of the row's swizzle
-      copy_async_16_or_zero((part + v_place + i * 512) ^ turn, source + i * kStepRows * v_token,
-                            row + i * kStepRows < valid);
+      copy_async_16_or_zero((part + v_place + i * 512) ^ turn, source, row + i * kStepRows < valid);
+      source += kStepRows * v_token;
     }
     commit_async_copies();
   }
@@ -564,41 +565,40 @@ __device__ __forceinline__ void walk_slices(const DecodeParams& params,
     if (page < 0 || page >= attend.k_cache.num_pages) page = valid = 0;
     if (index >= count) valid = 0;
   };
-  uint32_t ring[kStages];
-#pragma unroll
+  const uint32_t ring = shared_address(shared.ring[warp]);
   for (int stage = 0; stage < kStages; ++stage) {
-    ring[stage] = shared_address(shared.ring[warp][stage][0]);
+    const uint32_t k = ring + stage * 2 * kPartBytes, v = k + kPartBytes;
     next_source(stage);
     if (lane == 0) shared.valid[warp][stage] = valid;
-    copy.copy_k(ring[stage], page, first, valid);
-    copy.copy_v(ring[stage] + kPartBytes, page, first, valid);
+    copy.copy_k(k, page, first, valid);
+    copy.copy_v(v, page, first, valid);
   }
 
   Rows<Element> rows;
   rows.clear();
   query.set_scale(attend.scale * scale_of(attend.k_scale, head) * kLog2E);
-  for (int32_t index = 0; index < count; index += kStages) {
-#pragma unroll
-    for (int stage = 0; stage < kStages; ++stage) {
-      // Behind the group that a wait is for: V, K and V of 2 slices; or K and V of 2 slices, K.
-      wait_async_copies<2 * kStages - 1>();
-      __syncwarp();
-      const int slice_valid = shared.valid[warp][stage];
-      const uint32_t k = ring[stage], v = ring[stage] + kPartBytes;
-      float s[S::kColumns][4];
-      uint32_t p[S::kColumns][2];
-      if (slice_valid > 0) score(query, k, s);
-      __syncwarp();
-      next_source(index + stage + kStages);
-      if (lane == 0) shared.valid[warp][stage] = valid;
-      copy.copy_k(k, page, first, valid);
-      if (slice_valid > 0) rows.softmax(s, slice_valid, query.scale, p);
-      wait_async_copies<2 * kStages - 1>();
-      __syncwarp();
-      if (slice_valid > 0) rows.add_values(v, p);
-      __syncwarp();
-      copy.copy_v(v, page, first, valid);
-    }
+  int stage = 0;
+#pragma unroll 1
+  for (int32_t index = 0; index < count; ++index) {
+    // Behind the group that a wait is for: V, K and V of 2 slices; or K and V of 2 slices, K.
+    wait_async_copies<2 * kStages - 1>();
+    __syncwarp();
+    const int slice_valid = shared.valid[warp][stage];
+    const uint32_t k = ring + stage * 2 * kPartBytes, v = k + kPartBytes;
+    float s[S::kColumns][4];
+    uint32_t p[S::kColumns][2];
+    if (slice_valid > 0) score(query, k, s);
+    __syncwarp();
+    next_source(index + kStages);
+    if (lane == 0) shared.valid[warp][stage] = valid;
+    copy.copy_k(k, page, first, valid);
+    if (slice_valid > 0) rows.softmax(s, slice_valid, query.scale, p);
+    wait_async_copies<2 * kStages - 1>();
+    __syncwarp();
+    if (slice_valid > 0) rows.add_values(v, p);
+    __syncwarp();
+    copy.copy_v(v, page, first, valid);
+    stage = stage + 1 == kStages ? 0 : stage + 1;
   }
   wait_async_copies<0>();
   __syncwarp();
