@@ -67,20 +67,20 @@ bool may_overlap(const ExecContext& context, int shared_bytes) {
 }
 
 // A portable kernel: dependent where the code that runs can wait, after all before it elsewhere.
-template <auto kernel, typename Params>
-void launch_portable(const ExecContext& context, const char* name, int64_t grid, int threads,
-                     int shared_bytes, const Params& params) {
+template <auto kernel, typename... Args>
+void launch_portable(const ExecContext& context, const char* name, dim3 grid, int threads,
+                     int shared_bytes, const Args&... args) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = static_cast<cudaStream_t>(context.stream);
   config.attrs = &attribute;
   config.numAttrs = may_overlap<kernel>(context, shared_bytes) ? 1 : 0;
-  check_cuda(context.op, cudaLaunchKernelEx(&config, kernel, params), name);
+  check_cuda(context.op, cudaLaunchKernelEx(&config, kernel, args...), name);
 }
 
 }  // namespace msa

@@ -25,7 +25,8 @@ constexpr int kWarps = 4;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 __global__ void __launch_bounds__(kWarps * 32)
-    msa_decode_view_sm80_kernel(const __grid_constant__ DecodeViewParams params) {
+    msa_decode_view_sm80_kernel(const __grid_constant__ DecodeViewParams params,
+                                int32_t tokens_each) {
   const int lane = threadIdx.x % 32;
   const int64_t heads = params.ids.num_heads;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
@@ -35,7 +36,8 @@ __global__ void __launch_bounds__(kWarps * 32)
   wait_for_previous_kernel();
 
   const int64_t id = lane < topk ? load_id(params.ids, head, token, lane) : -1;
-  const TokenPosition position = find_position_by_warp(params.batch, static_cast<int32_t>(token));
+  const TokenPosition position =
+      find_position_by_warp(params.batch, static_cast<int32_t>(token), tokens_each);
   const int32_t visible = position.request < 0 ? 0 : visible_blocks(params.batch, position.pos);
   int32_t page = -1;
   if (lane < visible && id >= 0 && id < visible) {

@@ -12,21 +12,31 @@ namespace sm80 = decode::sm80;
 
 enum class Way { kPortable, kCluster, kPairs };
 
-// Which kernels serve the call, by its shapes and the device.
-Way way_of(const DecodeParams& params, const ExecContext& context, bool sparse) {
-  const BatchView& batch = params.attend.batch;
-  if (compute_capability(context) != 90) return Way::kPortable;
-  // Tokens of a request share most blocks; in pairs, if there are enough of them for the machine.
-  const bool many_tokens = batch.num_tokens >= 2 * std::max<int64_t>(1, batch.num_requests);
-  const int64_t pairs = (batch.num_tokens + 1) / 2 * params.attend.num_kv_heads;
-  if (sparse && many_tokens && pairs >= kSmallCtas) return Way::kPairs;
-  const bool is_small =
-      params.splits <= kMaxClusterSplits && params.num_units * params.splits <= kSmallCtas;
-  return is_small ? Way::kCluster : Way::kPortable;
+// A call, cut; by its shapes and the device alone.
+struct Plan {
+  DecodeParams params;
+  Way way;
+};
+
+Plan plan_call(const AttendParams& attend, const IdsView& ids, int64_t blocks, bool sparse,
+               const ExecContext& context) {
+  constexpr int64_t kManyTokens = 4;  // of a request: neighbours share most blocks
+  constexpr int64_t kEnoughPairs = 128;
+  DecodeParams params = plan_decode(attend, ids, blocks);
+  if (compute_capability(context) != 90) return {params, Way::kPortable};
+  const int64_t pairs = (attend.batch.num_tokens + 1) / 2 * attend.num_kv_heads;
+  if (sparse && params.tokens_each >= kManyTokens && pairs >= kEnoughPairs) {
+    return {params, Way::kPairs};
+  }
+  const int32_t splits = decode_cluster_splits(params.num_units, blocks, context);
+  if (splits == 0) return {params, Way::kPortable};
+  params.splits = splits;
+  return {params, Way::kCluster};
 }
 
-int64_t workspace_bytes(const DecodeParams& params, const ExecContext& context, bool sparse) {
-  if (params.splits == 1 || way_of(params, context, sparse) != Way::kPortable) return 0;
+int64_t workspace_bytes(const Plan& plan) {
+  const DecodeParams& params = plan.params;
+  if (params.splits == 1 || plan.way != Way::kPortable) return 0;
   constexpr int64_t kRowBytes = kHeadDim * sizeof(float) + sizeof(float2);
   return params.num_units * params.splits * params.attend.group_size * kRowBytes;
 }
@@ -34,49 +44,50 @@ int64_t workspace_bytes(const DecodeParams& params, const ExecContext& context, 
 template <typename Element, bool kSparse>
 void launch(const DecodeParams& params, const ExecContext& context) {
   launch_portable<sm80::msa_decode_sm80_kernel<Element, kSparse>>(
-      context, "launching msa_decode_sm80_kernel", params.num_units * params.splits, sm80::kThreads,
+      context, "launching msa_decode_sm80_kernel",
+      dim3(static_cast<unsigned>(params.num_units * params.splits)), sm80::kThreads,
       sizeof(sm80::SharedStorage<sm80::kWarps>), params);
   if (params.splits == 1) return;
   launch_portable<sm80::msa_decode_merge_sm80_kernel>(
       context, "launching msa_decode_merge_sm80_kernel",
-      params.num_units * params.attend.group_size, sm80::kThreads, 0, params);
+      dim3(static_cast<unsigned>(params.num_units * params.attend.group_size)), sm80::kThreads, 0,
+      params);
 }
 
 template <bool kSparse>
-void run(const DecodeParams& params, const ExecContext& context) {
-  const DType q = params.attend.q.dtype, cache = params.attend.k_cache.dtype;
+void run(const Plan& plan, const ExecContext& context) {
+  const DType q = plan.params.attend.q.dtype, cache = plan.params.attend.k_cache.dtype;
   const bool fp8 = cache == DType::kFloat8E4M3;
   if (q != DType::kBFloat16 || !(fp8 || cache == DType::kBFloat16)) {
     throw_not_built(context.op, q, cache);
   }
-  const Way way = way_of(params, context, kSparse);
-  if (way == Way::kCluster) return run_decode_cluster(params, context, kSparse);
-  if (way == Way::kPairs) return run_decode_pairs(params, context);
-  if (fp8) return launch<__nv_fp8_e4m3, kSparse>(params, context);
-  return launch<__nv_bfloat16, kSparse>(params, context);
+  if (plan.way == Way::kCluster) return run_decode_cluster(plan.params, context, kSparse);
+  if (plan.way == Way::kPairs) return run_decode_pairs(plan.params, context);
+  if (fp8) return launch<__nv_fp8_e4m3, kSparse>(plan.params, context);
+  return launch<__nv_bfloat16, kSparse>(plan.params, context);
 }
 
-DecodeParams sparse_params(const SparseAttendParams& params) {
-  return plan_decode(params, params.ids, params.ids.topk);
+Plan plan_sparse(const SparseAttendParams& params, const ExecContext& context) {
+  return plan_call(params, params.ids, params.ids.topk, true, context);
 }
-DecodeParams paged_params(const AttendParams& params) {
-  return plan_decode(params, IdsView{}, params.batch.max_pages);
+Plan plan_paged(const AttendParams& params, const ExecContext& context) {
+  return plan_call(params, IdsView{}, params.batch.max_pages, false, context);
 }
 
 }  // namespace
 
 int64_t sparse_decode_workspace_bytes(const SparseAttendParams& params,
                                       const ExecContext& context) {
-  return workspace_bytes(sparse_params(params), context, true);
+  return workspace_bytes(plan_sparse(params, context));
 }
 int64_t paged_decode_workspace_bytes(const AttendParams& params, const ExecContext& context) {
-  return workspace_bytes(paged_params(params), context, false);
+  return workspace_bytes(plan_paged(params, context));
 }
 void run_sparse_decode(const SparseAttendParams& params, const ExecContext& context) {
-  run<true>(sparse_params(params), context);
+  run<true>(plan_sparse(params, context), context);
 }
 void run_paged_decode(const AttendParams& params, const ExecContext& context) {
-  run<false>(paged_params(params), context);
+  run<false>(plan_paged(params, context), context);
 }
 
 }  // namespace msa

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads)
   const float2 lane_state =
       lane < count ? workspace.state[place_of(lane)] : make_float2(-INFINITY, 0.0f);
   float maximum, sum;
-  const float4 o = merge_parts(
+  const float4 o = merge_parts<kMaxSplits / kWarps>(
       count,
       [&](int part) {
         return make_float2(__shfl_sync(kAllLanes, lane_state.x, part),
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads)
   if (lane == 0) state_of_warp[warp] = make_float2(maximum, sum);
   __syncthreads();
   if (warp != 0) return;
-  const float4 whole = merge_parts(
+  const float4 whole = merge_parts<kWarps>(
       kWarps, [&](int part) { return state_of_warp[part]; },
       [&](int part) { return o_of_warp[part][lane]; }, maximum, sum);
   store_result(attend, token, head, row, whole, maximum, sum, scale_of(attend.v_scale, head));

@@ -63,7 +63,6 @@ struct Slice {
   static constexpr int kPerBlock = kBlock / kTokens;
   static constexpr int kColumns = kTokens / 8;  // tiles of S
   static constexpr int kParts = kVectors / 4;   // of a row of K: a quad's 4 vectors each
-  static constexpr int kSteps = 8 / kParts;     // products of a part
 };
 
 template <int kWarpCount>
@@ -102,7 +101,7 @@ __device__ __forceinline__ KeyRow find_row(const DecodeParams& params, int32_t t
   const BatchView& batch = params.attend.batch;
   TokenPosition where;
   if (kSparse || batch.cu_seqlens_q != nullptr) {
-    where = find_position_by_warp(batch, token);
+    where = find_position_by_warp(batch, token, params.tokens_each);
   } else {
     where = {token, seq_len_of(batch, token) - 1};
   }
@@ -132,10 +131,6 @@ __device__ __forceinline__ SliceSource find_slice(const DecodeParams& params, co
   return {block, page_of(params.attend.batch, row.request, block)};
 }
 
-// The lane's operands of the products of one part of K's rows.
-template <typename Element>
-using Fragments = uint32_t[Slice<Element>::kSteps][4];
-
 // The 16 rows of q in registers; of a lane rows g and g + 8. Beside an FP8 cache they are float16
 // like K, each row times a power of two that brings its largest value under 2^15: what that rounds
 // away of the small ones is 2^-39 of the largest.
@@ -143,6 +138,7 @@ template <typename Element>
 struct Query {
   using S = Slice<Element>;
   uint4 words[2][4];  // row g + 8 r: the lane's shares of d, in the order of its share of K
+  uint32_t a[8][4];   // the same as operands of the 8 products, after prepare()
   float scale[2];     // of the row's logits, log2 units
 
   __device__ __forceinline__ void load(const RowsView& view, int64_t token, int64_t first_head,
@@ -164,7 +160,7 @@ struct Query {
   }
 
   // After load(), where its latency is over anyway.
-  __device__ __forceinline__ void set_scale(float scale_log2) {
+  __device__ __forceinline__ void prepare(float scale_log2) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       scale[r] = scale_log2;
@@ -189,23 +185,14 @@ struct Query {
         });
       }
     }
-  }
-
-  __device__ __forceinline__ void fragments(int part, Fragments<Element>& a) const {
 #pragma unroll
-    for (int step = 0; step < S::kSteps; ++step) {
-      const uint4& low = words[0][(part * S::kSteps + step) / 2];
-      const uint4& high = words[1][(part * S::kSteps + step) / 2];
-      set_fragment(low, high, step % 2, a[step]);
+    for (int step = 0; step < 8; ++step) {
+      const uint4 &low = words[0][step / 2], &high = words[1][step / 2];
+      a[step][0] = step % 2 ? low.z : low.x;
+      a[step][1] = step % 2 ? high.z : high.x;
+      a[step][2] = step % 2 ? low.w : low.y;
+      a[step][3] = step % 2 ? high.w : high.y;
     }
-  }
-
-  static __device__ __forceinline__ void set_fragment(const uint4& low, const uint4& high,
-                                                      int second, uint32_t (&a)[4]) {
-    a[0] = second ? low.z : low.x;
-    a[1] = second ? high.z : high.x;
-    a[2] = second ? low.w : low.y;
-    a[3] = second ? high.w : high.y;
   }
 
  private:
@@ -221,24 +208,6 @@ struct Query {
     }
   }
 };
-
-// s += a B for the lane's 16 bytes of a row of K: products of one part.
-template <typename Element>
-__device__ __forceinline__ void multiply_part(const Fragments<Element>& a, const uint4& bits,
-                                              float (&even)[4], float (&odd)[4]) {
-  if constexpr (Slice<Element>::kFp8) {
-    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      uint32_t low, high;
-      fp8_to_f16(words[step], low, high);
-      multiply_f16(step % 2 ? odd : even, a[step], low, high);
-    }
-  } else {
-    multiply_bf16(even, a[0], bits.x, bits.y);
-    multiply_bf16(odd, a[1], bits.z, bits.w);
-  }
-}
 
 // Where the lane reads part 0 of row g of a slice's K; other parts: ^ part * 64, tile n: + 8 n
 // rows.
@@ -259,10 +228,19 @@ __device__ __forceinline__ void score(const Query<Element>& query, uint32_t k,
     float even[4] = {}, odd[4] = {};
 #pragma unroll
     for (int part = 0; part < S::kParts; ++part) {
-      Fragments<Element> a;
-      query.fragments(part, a);
       const uint4 bits = load_shared_16((address ^ part * 64) + tile * 8 * S::kRowBytes);
-      multiply_part<Element>(a, bits, even, odd);
+      if constexpr (S::kFp8) {
+        const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          uint32_t b0, b1;
+          fp8_to_f16(words[i], b0, b1);
+          multiply_f16(i % 2 ? odd : even, query.a[part * 4 + i], b0, b1);
+        }
+      } else {
+        multiply_bf16(even, query.a[part * 2], bits.x, bits.y);
+        multiply_bf16(odd, query.a[part * 2 + 1], bits.z, bits.w);
+      }
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) s[tile][i] = even[i] + odd[i];
@@ -329,11 +307,11 @@ struct Rows {
     sum[0] = sum[1] = 0.0f;
   }
 
-  // s -> p packed as the first operand of the next product; o shrinks where the maximum grew.
+  // s -> p packed as the first operand of the next product, and what o must shrink by before it.
   __device__ __forceinline__ void softmax(float (&s)[S::kColumns][4], int valid,
-                                          const float (&scale)[2], Weights& p) {
+                                          const float (&scale)[2], Weights& p, float (&factor)[2]) {
     const int quad = threadIdx.x % 4;
-    float largest[2] = {-INFINITY, -INFINITY}, factor[2], reference[2], added[2] = {};
+    float largest[2] = {-INFINITY, -INFINITY}, reference[2], added[2] = {};
 #pragma unroll
     for (int tile = 0; tile < S::kColumns; ++tile) {
 #pragma unroll
@@ -369,12 +347,13 @@ struct Rows {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) sum[r] = sum[r] * factor[r] + added[r];
-    if (__any_sync(kAllLanes, factor[0] != 1.0f || factor[1] != 1.0f)) {
+  }
+
+  __device__ __forceinline__ void shrink(const float (&factor)[2]) {
 #pragma unroll
-      for (auto& tile : o) {
+    for (auto& tile : o) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) tile[i] *= factor[i / 2];
-      }
+      for (int i = 0; i < 4; ++i) tile[i] *= factor[i / 2];
     }
   }
 
@@ -426,6 +405,11 @@ struct Rows {
   }
 };
 
+// Whether any row's maximum grew: most slices leave them all as they are.
+__device__ __forceinline__ bool any_shrinks(const float (&factor)[2]) {
+  return factor[0] != 1.0f || factor[1] != 1.0f;
+}
+
 // How a lane copies K or V of a slice: 8 vectors, 32 / kVectors rows apart.
 template <typename Element>
 struct LaneCopy {
@@ -453,12 +437,22 @@ struct LaneCopy {
     v_place = row * S::kRowBytes + (vector ^ (S::kFp8 ? row / 2 * 2 : row)) * 16;
   }
 
+  static __device__ __forceinline__ void copy_vector(uint32_t place, const char* source, bool whole,
+                                                     bool there) {
+    if (whole) {
+      copy_async_16(place, source);
+    } else {
+      copy_async_16_or_zero(place, source, there);
+    }
+  }
   __device__ __forceinline__ void copy_k(uint32_t part, int32_t page, int first, int valid) const {
     if (valid <= 0) return commit_async_copies();  // nobody will look at it
     const char* source = k + page * k_page + first * k_token;
+    const bool whole = valid == S::kTokens;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      copy_async_16_or_zero(part + k_place + i * 512, source, row + i * kStepRows < valid);
+      const uint32_t place = part + k_place + i * 512;
+      copy_vector(place, source, whole, row + i * kStepRows < valid);
       source += kStepRows * k_token;
     }
     commit_async_copies();
@@ -466,10 +460,11 @@ struct LaneCopy {
   __device__ __forceinline__ void copy_v(uint32_t part, int32_t page, int first, int valid) const {
     if (valid <= 0) return commit_async_copies();  // nobody will look at it
     const char* source = v + page * v_page + first * v_token;
+    const bool whole = valid == S::kTokens;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const uint32_t turn = S::kFp8 ? i % 2 * 64 : i % 4 * 32;  // the rest of the row's swizzle
-      copy_async_16_or_zero((part + v_place + i * 512) ^ turn, source, row + i * kStepRows < valid);
+      copy_vector((part + v_place + i * 512) ^ turn, source, whole, row + i * kStepRows < valid);
       source += kStepRows * v_token;
     }
     commit_async_copies();
@@ -495,22 +490,27 @@ __device__ __forceinline__ void store_result(const AttendParams& params, int64_t
   }
 }
 
-// Merges `count` parts of a row, ascending, by a warp: 4 columns of o a lane. state(part) gives
-// (m, l), value(part) the lane's columns.
-template <typename State, typename Value>
+// Merges `count` parts of a row, at most kMost, ascending, by a warp: 4 columns of o a lane.
+// state(part) gives (m, l), value(part) the lane's columns. All loads are under way together.
+template <int kMost, typename State, typename Value>
 __device__ __forceinline__ float4 merge_parts(int count, const State& state, const Value& value,
                                               float& maximum, float& sum) {
+  float2 states[kMost];
   maximum = -INFINITY;
-  for (int part = 0; part < count; ++part) maximum = fmaxf(maximum, state(part).x);
+#pragma unroll
+  for (int part = 0; part < kMost; ++part) {
+    states[part] = part < count ? state(part) : make_float2(-INFINITY, 0.0f);
+  }
+#pragma unroll
+  for (int part = 0; part < kMost; ++part) maximum = fmaxf(maximum, states[part].x);
   const float reference = reference_of(maximum);
   float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   sum = 0.0f;
-#pragma unroll 4
-  for (int part = 0; part < count; ++part) {
-    const float2 it = state(part);
-    const float weight = exp2_fast(it.x - reference);
-    const float4 columns = value(part);
-    sum += weight * it.y;
+#pragma unroll
+  for (int part = 0; part < kMost; ++part) {
+    const float weight = exp2_fast(states[part].x - reference);  // 0 past the last
+    const float4 columns = part < count ? value(part) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    sum += weight * states[part].y;
     o.x += weight * columns.x;
     o.y += weight * columns.y;
     o.z += weight * columns.z;
@@ -548,7 +548,6 @@ __device__ __forceinline__ void walk_slices(const DecodeParams& params,
 
   const LaneCopy<Element> copy(attend, head);
   const int32_t slices = row.blocks * S::kPerBlock;
-  const int32_t count = first_slice < slices ? (slices - first_slice + turn - 1) / turn : 0;
 
   // What is to be copied for the slice after the last copied one.
   int32_t page = 0, first = 0, valid = 0;
@@ -560,10 +559,10 @@ __device__ __forceinline__ void walk_slices(const DecodeParams& params,
     }
     page = __shfl_sync(kAllLanes, ahead.page, index % 32);
     const int32_t block = __shfl_sync(kAllLanes, ahead.block, index % 32);
-    first = (first_slice + index * turn) % S::kPerBlock * S::kTokens;
+    const int32_t slice = first_slice + index * turn;
+    first = slice % S::kPerBlock * S::kTokens;
     valid = min(S::kTokens, row.pos + 1 - block * kBlock - first);
-    if (page < 0 || page >= attend.k_cache.num_pages) page = valid = 0;
-    if (index >= count) valid = 0;
+    if (page < 0 || page >= attend.k_cache.num_pages || slice >= slices) page = valid = 0;
   };
   const uint32_t ring = shared_address(shared.ring[warp]);
   for (int stage = 0; stage < kStages; ++stage) {
@@ -576,10 +575,10 @@ __device__ __forceinline__ void walk_slices(const DecodeParams& params,
 
   Rows<Element> rows;
   rows.clear();
-  query.set_scale(attend.scale * scale_of(attend.k_scale, head) * kLog2E);
+  query.prepare(attend.scale * scale_of(attend.k_scale, head) * kLog2E);
   int stage = 0;
 #pragma unroll 1
-  for (int32_t index = 0; index < count; ++index) {
+  for (int32_t index = 0; first_slice + index * turn < slices; ++index) {
     // Behind the group that a wait is for: V, K and V of 2 slices; or K and V of 2 slices, K.
     wait_async_copies<2 * kStages - 1>();
     __syncwarp();
@@ -592,7 +591,11 @@ __device__ __forceinline__ void walk_slices(const DecodeParams& params,
     next_source(index + kStages);
     if (lane == 0) shared.valid[warp][stage] = valid;
     copy.copy_k(k, page, first, valid);
-    if (slice_valid > 0) rows.softmax(s, slice_valid, query.scale, p);
+    if (slice_valid > 0) {
+      float factor[2];
+      rows.softmax(s, slice_valid, query.scale, p, factor);
+      if (__any_sync(kAllLanes, any_shrinks(factor))) rows.shrink(factor);
+    }
     wait_async_copies<2 * kStages - 1>();
     __syncwarp();
     if (slice_valid > 0) rows.add_values(v, p);
@@ -610,7 +613,7 @@ template <int kWarps>
 __device__ __forceinline__ float4 merge_warps(const SharedStorage<kWarps>& shared, int row,
                                               float& maximum, float& sum) {
   const int lane = threadIdx.x % 32;
-  return merge_parts(
+  return merge_parts<kWarps>(
       kWarps, [&](int part) { return shared.state[part][row]; },
       [&](int part) {
         const float* o = reinterpret_cast<const float*>(shared.ring[part]) + row * kOStride;

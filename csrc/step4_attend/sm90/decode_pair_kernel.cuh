@@ -9,7 +9,7 @@
 //           each, threads 0 to 2 K - 1 an entry of the tokens' ids each.
 // Registers o of 2 x 16 x 128; q is read from shared memory part by part.
 // Shared    ring   warps x 3 stages x (K 4096, V 4096)             98,304 (196,608 with 8 warps)
-//           q      [token][rows g, g + 8][vector][lane] 16 bytes     8,192
+//           q      [token][product][lane] 16 bytes                    8,192
 //           list   blocks of the union, ascending, with the tokens that want them
 //           o      2 tokens, over each warp's own part of the ring
 //           others scales, (m, l), tokens of each stage's slice that count, keys of the union
@@ -22,6 +22,8 @@
 //           token's sums do not depend on its partner. Equal blocks of one token count one by one.
 // Limits    those of the walk; 8 warps one CTA an SM, 4 warps two.
 #pragma once
+
+#include <type_traits>
 
 #include "step4_attend/sm80/decode_walk.cuh"
 
@@ -41,7 +43,7 @@ template <int kWarpCount>
 struct PairStorage {
   static constexpr int kWarps = kWarpCount, kThreads = kWarps * 32;
   alignas(1024) uint8_t ring[kWarps][kStages][2][kPartBytes];
-  uint4 q[kPairTokens][2][4][32];
+  uint4 q[kPairTokens][8][32];
   float2 state[kPairTokens][kWarps][kRows];
   float scale[kPairTokens][kRows];
   int2 valid[kWarps][kStages];
@@ -115,6 +117,7 @@ __device__ __forceinline__ void score_pair(const PairStorage<kWarps>& shared, ui
   const uint32_t address = key_address<Element>(k);
 #pragma unroll
   for (int token = 0; token < kPairTokens; ++token) {
+    if (!(token == 0 ? kFirst : kSecond)) continue;
 #pragma unroll
     for (auto& tile : s[token]) {
 #pragma unroll
@@ -122,25 +125,24 @@ __device__ __forceinline__ void score_pair(const PairStorage<kWarps>& shared, ui
     }
   }
 #pragma unroll
-  for (int vector = 0; vector < 4; ++vector) {  // of q: operands of two products
-    uint32_t a[kPairTokens][2][4];
+  for (int turn = 0; turn < 4; ++turn) {  // two products
+    uint4 a[kPairTokens][2];
 #pragma unroll
     for (int token = 0; token < kPairTokens; ++token) {
       if (!(token == 0 ? kFirst : kSecond)) continue;
-      const uint4 low = shared.q[token][0][vector][lane], high = shared.q[token][1][vector][lane];
-      Query<Element>::set_fragment(low, high, 0, a[token][0]);
-      Query<Element>::set_fragment(low, high, 1, a[token][1]);
+      a[token][0] = shared.q[token][2 * turn][lane];
+      a[token][1] = shared.q[token][2 * turn + 1][lane];
     }
 #pragma unroll
     for (int tile = 0; tile < S::kColumns; ++tile) {
       const uint32_t row = address + tile * 8 * S::kRowBytes;
       uint32_t b[2][2];
       if constexpr (S::kFp8) {
-        const uint2 bits = load_shared_8((row ^ vector / 2 * 64) + vector % 2 * 8);
+        const uint2 bits = load_shared_8((row ^ turn / 2 * 64) + turn % 2 * 8);
         fp8_to_f16(bits.x, b[0][0], b[0][1]);
         fp8_to_f16(bits.y, b[1][0], b[1][1]);
       } else {
-        const uint4 bits = load_shared_16(row ^ vector * 64);
+        const uint4 bits = load_shared_16(row ^ turn * 64);
         b[0][0] = bits.x, b[0][1] = bits.y, b[1][0] = bits.z, b[1][1] = bits.w;
       }
 #pragma unroll
@@ -148,10 +150,12 @@ __device__ __forceinline__ void score_pair(const PairStorage<kWarps>& shared, ui
         if (!(token == 0 ? kFirst : kSecond)) continue;
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
+          const uint4& it = a[token][step];
+          const uint32_t operand[4] = {it.x, it.y, it.z, it.w};
           if constexpr (S::kFp8) {
-            multiply_f16(s[token][tile], a[token][step], b[step][0], b[step][1]);
+            multiply_f16(s[token][tile], operand, b[step][0], b[step][1]);
           } else {
-            multiply_bf16(s[token][tile], a[token][step], b[step][0], b[step][1]);
+            multiply_bf16(s[token][tile], operand, b[step][0], b[step][1]);
           }
         }
       }
@@ -218,37 +222,37 @@ __device__ __forceinline__ void walk_union(const DecodeParams& params, PairStora
   Rows<Element> rows[kPairTokens];
   rows[0].clear();
   rows[1].clear();
-  const auto softmax = [&](int token, float (&s)[S::kColumns][4], int seen,
-                           typename Rows<Element>::Weights& p) {
-    const float scale[2] = {shared.scale[token][lane / 4], shared.scale[token][lane / 4 + 8]};
-    rows[token].softmax(s, seen, scale, p);
-  };
   int stage = 0;
-#pragma unroll 1
-  for (int32_t index = 0; index < count; ++index) {
-    wait_async_copies<2 * kStages - 1>();  // as in walk_slices
-    __syncwarp();
-    const int2 seen = shared.valid[warp][stage];
+  // A slice, for one token or both. A body for each case: merged, they would cost registers.
+  const auto attend_slice = [&](auto first_token, auto second_token, int32_t next, int2 seen) {
+    constexpr bool kFirst = decltype(first_token)::value, kSecond = decltype(second_token)::value;
     const uint32_t k = ring + stage * 2 * kPartBytes, v = k + kPartBytes;
-    float s[kPairTokens][S::kColumns][4];
+    float s[kPairTokens][S::kColumns][4], factor[kPairTokens][2];
     typename Rows<Element>::Weights p[kPairTokens];
-    if (seen.x > 0 && seen.y > 0) {
-      score_pair<Element, true, true>(shared, k, s);
-    } else if (seen.x > 0) {
-      score_pair<Element, true, false>(shared, k, s);
-    } else if (seen.y > 0) {
-      score_pair<Element, false, true>(shared, k, s);
-    }
+    score_pair<Element, kFirst, kSecond>(shared, k, s);
     __syncwarp();
-    next_source(index + kStages);
+    next_source(next);
     if (lane == 0) shared.valid[warp][stage] = valid;
     copy.copy_k(k, page, first, copied);
-    if (seen.x > 0) softmax(0, s[0], seen.x, p[0]);
-    if (seen.y > 0) softmax(1, s[1], seen.y, p[1]);
+    bool shrinks = false;
+    if constexpr (kFirst) {
+      const float scale[2] = {shared.scale[0][lane / 4], shared.scale[0][lane / 4 + 8]};
+      rows[0].softmax(s[0], seen.x, scale, p[0], factor[0]);
+      shrinks |= any_shrinks(factor[0]);
+    }
+    if constexpr (kSecond) {
+      const float scale[2] = {shared.scale[1][lane / 4], shared.scale[1][lane / 4 + 8]};
+      rows[1].softmax(s[1], seen.y, scale, p[1], factor[1]);
+      shrinks |= any_shrinks(factor[1]);
+    }
+    if (__any_sync(kAllLanes, shrinks)) {
+      if constexpr (kFirst) rows[0].shrink(factor[0]);
+      if constexpr (kSecond) rows[1].shrink(factor[1]);
+    }
     wait_async_copies<2 * kStages - 1>();
     __syncwarp();
-    if (seen.x == seen.y) {
-      if (seen.x > 0) {
+    if constexpr (kFirst && kSecond) {
+      if (seen.x == seen.y) {
 #pragma unroll
         for (int step = 0; step < S::kTokens / 16; ++step) {
           for_value_operands<Element>(v, step, [&](int n, uint32_t b0, uint32_t b1) {
@@ -256,13 +260,39 @@ __device__ __forceinline__ void walk_union(const DecodeParams& params, PairStora
             rows[1].multiply(p[1], step, n, b0, b1);
           });
         }
+      } else {
+        add_masked_values(rows[0], v, p[0], seen.x);
+        add_masked_values(rows[1], v, p[1], seen.y);
       }
-    } else {
-      if (seen.x > 0) add_masked_values(rows[0], v, p[0], seen.x);
-      if (seen.y > 0) add_masked_values(rows[1], v, p[1], seen.y);
+    } else {  // nobody else's rows were copied
+      if constexpr (kFirst) rows[0].add_values(v, p[0]);
+      if constexpr (kSecond) rows[1].add_values(v, p[1]);
     }
     __syncwarp();
     copy.copy_v(v, page, first, copied);
+  };
+  const std::true_type yes;
+  const std::false_type no;
+#pragma unroll 1
+  for (int32_t index = 0; index < count; ++index) {
+    wait_async_copies<2 * kStages - 1>();  // as in walk_slices
+    __syncwarp();
+    const int2 seen = shared.valid[warp][stage];
+    const int32_t next = index + kStages;
+    if (seen.x > 0 && seen.y > 0) {
+      attend_slice(yes, yes, next, seen);
+    } else if (seen.x > 0) {
+      attend_slice(yes, no, next, seen);
+    } else if (seen.y > 0) {
+      attend_slice(no, yes, next, seen);
+    } else {
+      const uint32_t k = ring + stage * 2 * kPartBytes;
+      __syncwarp();
+      next_source(next);
+      if (lane == 0) shared.valid[warp][stage] = valid;
+      copy.copy_k(k, page, first, copied);
+      copy.copy_v(k + kPartBytes, page, first, copied);
+    }
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
   wait_async_copies<0>();
@@ -296,14 +326,15 @@ __global__ void __launch_bounds__(kWarps * 32)
   if (tokens == kPairTokens) rows[1] = find_row<true>(params, first_token + 1);
   const int blocks = make_union(params, shared, rows, head, first_token);
   if (warp < tokens) {
-    query.set_scale(attend.scale * scale_of(attend.k_scale, head) * kLog2E);
+    query.prepare(attend.scale * scale_of(attend.k_scale, head) * kLog2E);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (lane % 4 == 0) shared.scale[warp][lane / 4 + 8 * r] = query.scale[r];
-#pragma unroll
-      for (int vector = 0; vector < 4; ++vector) {
-        shared.q[warp][r][vector][lane] = query.words[r][vector];
-      }
+    for (int step = 0; step < 8; ++step) {
+      shared.q[warp][step][lane] =
+          make_uint4(query.a[step][0], query.a[step][1], query.a[step][2], query.a[step][3]);
+    }
+    if (lane % 4 == 0) {
+      shared.scale[warp][lane / 4] = query.scale[0];
+      shared.scale[warp][lane / 4 + 8] = query.scale[1];
     }
   }
   __syncthreads();
@@ -316,7 +347,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   for (int token = 0; token < tokens; ++token) {
     for (int row = warp; row < group; row += kWarps) {
       float maximum, sum;
-      const float4 o = merge_parts(
+      const float4 o = merge_parts<kWarps>(
           kWarps, [&](int part) { return shared.state[token][part][row]; },
           [&](int part) {
             const float* from = reinterpret_cast<const float*>(shared.ring[part]) +
