@@ -20,9 +20,20 @@
   X(sparse_prefill, sm80, kBFloat16, kBFloat16) \
   X(sparse_prefill, sm80, kBFloat16, kFloat8E4M3)
 
+// sm90: splits merged in a cluster.
+#define MSA_CUDA_DECODE_CONFIGS(X, op) \
+  X(op, sm80, kBFloat16, kBFloat16)    \
+  X(op, sm80, kBFloat16, kFloat8E4M3)  \
+  X(op, sm90, kBFloat16, kBFloat16)    \
+  X(op, sm90, kBFloat16, kFloat8E4M3)
+
 #define MSA_CUDA_CONFIGS(X)                     \
   X(kv_block_schedule, sm80, kInt32, kOther)    \
   X(kv_block_schedule, sm80, kInt64, kOther)    \
+  X(decode_view, sm80, kInt32, kOther)          \
+  X(decode_view, sm80, kInt64, kOther)          \
+  MSA_CUDA_DECODE_CONFIGS(X, sparse_decode)     \
+  MSA_CUDA_DECODE_CONFIGS(X, paged_decode)      \
   MSA_CUDA_SPARSE_PREFILL_SM80_CONFIGS(X)       \
   X(sparse_prefill, sm90, kBFloat16, kBFloat16) \
   X(sparse_prefill, sm90, kBFloat16, kFloat8E4M3) \

@@ -4,8 +4,6 @@
 #include "step0_write/write_cache_params.h"
 #include "step1_score/index_score_params.h"
 #include "step2_select/select_blocks_params.h"
-#include "step3_view/decode_view_params.h"
-#include "step4_attend/attend_params.h"
 
 namespace msa {
 
@@ -20,15 +18,6 @@ void run_topk_blocks(const TopkBlocksParams&, const ExecContext& context) {
 }
 void run_select_blocks(const SelectBlocksParams& params, const ExecContext& context) {
   throw_not_built(context.op, params.index_q.dtype, params.index_k_cache.dtype);
-}
-void run_decode_view(const DecodeViewParams& params, const ExecContext& context) {
-  throw_not_built(context.op, params.ids.dtype);
-}
-void run_sparse_decode(const SparseAttendParams& params, const ExecContext& context) {
-  throw_not_built(context.op, params.q.dtype, params.k_cache.dtype);
-}
-void run_paged_decode(const AttendParams& params, const ExecContext& context) {
-  throw_not_built(context.op, params.q.dtype, params.k_cache.dtype);
 }
 
 }  // namespace msa

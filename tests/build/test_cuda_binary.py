@@ -14,6 +14,11 @@ PORTABLE = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 HOPPER = ("sm_90a",)
 # Kernel symbol -> architectures that it is compiled for, SASS instructions that it exists for.
 HOT_KERNELS = {
+    "msa_decode_cluster_sm90_kernel": (HOPPER, {"HMMA", "LDGSTS.E", "UCGABAR_ARV", "ST.E.128"}),
+    "msa_decode_merge_sm80_kernel": (PORTABLE, {"LDG.E.128"}),
+    "msa_decode_pair_sm90_kernel": (HOPPER, {"HMMA", "LDGSTS.E", "LDSM"}),
+    "msa_decode_sm80_kernel": (PORTABLE, {"HMMA", "LDGSTS.E"}),
+    "msa_decode_view_sm80_kernel": (PORTABLE, {"SHFL"}),
     "msa_kv_block_schedule_count_sm80_kernel": (PORTABLE, {"MATCH"}),
     "msa_kv_block_schedule_fill_sm80_kernel": (PORTABLE, set()),
     "msa_kv_block_schedule_scan_sm80_kernel": (PORTABLE, {"SHFL"}),
