@@ -17,9 +17,20 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 #endif
 }
 
+// Lets the next kernel start its set-up now: for kernels that are about to end, since what starts
+// early takes room. After the caller's own wait_for_previous_kernel(), so that whoever starts may
+// read what the kernels before this one wrote.
+__device__ __forceinline__ void start_next_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Portable kernels: `overlap` is whether the GPU can do it (compute capability 9.0 and up).
 template <typename... Params, typename... Args>
-void launch_dependent(const char* op, const char* name, void (*kernel)(Params...), int64_t grid,
-                      int threads, int shared_bytes, cudaStream_t stream, const Args&... args) {
+void launch_in_order(const char* op, const char* name, bool overlap, void (*kernel)(Params...),
+                     int64_t grid, int threads, int shared_bytes, cudaStream_t stream,
+                     const Args&... args) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -29,8 +40,14 @@ void launch_dependent(const char* op, const char* name, void (*kernel)(Params...
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.numAttrs = overlap ? 1 : 0;
   check_cuda(op, cudaLaunchKernelEx(&config, kernel, Params(args)...), name);
+}
+
+template <typename... Params, typename... Args>
+void launch_dependent(const char* op, const char* name, void (*kernel)(Params...), int64_t grid,
+                      int threads, int shared_bytes, cudaStream_t stream, const Args&... args) {
+  launch_in_order(op, name, true, kernel, grid, threads, shared_bytes, stream, args...);
 }
 
 }  // namespace msa

@@ -1,0 +1,101 @@
+// Host side of scoring: which kernel serves a call. Few query rows a request are a stream of the
+// index cache, many are tiles that share its pages; lengths are read on the device, so the choice
+// rests on the shapes and the caller's hint alone, and either kernel is right for any batch.
+#include <algorithm>
+
+#include "configs/built_configs.h"
+#include "device/architecture.h"
+#include "device/persistent_grid.cuh"
+#include "step1_score/index_score_params.h"
+#include "step1_score/sm80/score_fill_kernel.cuh"
+#include "step1_score/sm80/score_tile_kernel.cuh"
+
+namespace msa {
+namespace index_score::sm80 {
+namespace {
+
+constexpr int64_t kStreamRows = 64;  // the most query rows of a stream's tile
+
+template <DType dtype, int kRows>
+void launch_stream(ScoreWork work, const ExecContext& context, bool overlap) {
+  constexpr auto kernel = msa_index_score_stream_sm80_kernel<dtype, kRows>;
+  work.cut.log_tile = log_tile_tokens(kRows, work.num_heads);
+  const int64_t resident =
+      resident_ctas<kernel>(context.op, context.device, kStreamWarps * 32, kStreamSharedBytes);
+  launch_in_order(context.op, "the launch of msa_index_score_stream_sm80_kernel", overlap, kernel,
+                  std::min(resident, useful_ctas(work, kStreamWarps)), kStreamWarps * 32,
+                  kStreamSharedBytes, static_cast<cudaStream_t>(context.stream), work);
+}
+
+template <DType dtype>
+void launch_tiles(ScoreWork work, const ExecContext& context, bool overlap) {
+  constexpr auto kernel = msa_index_score_tile_sm80_kernel<dtype>;
+  constexpr int kSharedBytes = tile_shared_bytes<dtype>();
+  work.cut.log_tile = log_tile_tokens(kTileRows, work.num_heads);
+  const int64_t resident =
+      resident_ctas<kernel>(context.op, context.device, kTileThreads, kSharedBytes);
+  launch_in_order(context.op, "the launch of msa_index_score_tile_sm80_kernel", overlap, kernel,
+                  std::min(resident, useful_ctas(work, 1)), kTileThreads, kSharedBytes,
+                  static_cast<cudaStream_t>(context.stream), work);
+}
+
+template <DType dtype>
+void launch(ScoreWork work, int64_t tokens, const ExecContext& context) {
+  const int capability = compute_capability(context);
+  const int64_t rows = tokens * work.num_heads;
+  if (rows <= kStreamRows) {
+    if (capability == 90) return sm90::run_stream(work, rows, context);
+    const bool overlap = capability >= 90;
+    if (rows <= 8) return launch_stream<dtype, 8>(work, context, overlap);
+    if (rows <= 16) return launch_stream<dtype, 16>(work, context, overlap);
+    if (rows <= 32) return launch_stream<dtype, 32>(work, context, overlap);
+    return launch_stream<dtype, 64>(work, context, overlap);
+  }
+  const int32_t end = work.first_head + work.num_heads;
+  for (; work.first_head < end; work.first_head += kTileRows) {
+    work.num_heads = std::min(end - work.first_head, kTileRows);
+    launch_tiles<dtype>(work, context, capability >= 90);
+  }
+}
+
+}  // namespace
+}  // namespace index_score::sm80
+
+void index_score::run_scores(const ScoreWork& work, int64_t max_seqlen_q,
+                             const ExecContext& context) {
+  const int64_t requests = work.batch.num_requests, all_tokens = work.batch.num_tokens;
+  if (requests == 0 || work.cut.max_blocks == 0) return;
+  // Tokens of a request: the mean at least, and the longest's where the caller says it.
+  const int64_t mean = (all_tokens + requests - 1) / requests;
+  const int64_t tokens = std::max(mean, std::min(max_seqlen_q, all_tokens));
+  if (work.index_q.dtype == DType::kFloat8E4M3) {
+    return index_score::sm80::launch<DType::kFloat8E4M3>(work, tokens, context);
+  }
+  index_score::sm80::launch<DType::kBFloat16>(work, tokens, context);
+}
+
+void run_index_score(const IndexScoreParams& params, const ExecContext& context) {
+  bool built = false;
+#define MSA_BUILT(op, arch, config_dtype, cache_dtype) \
+  built |= params.index_q.dtype == DType::config_dtype;
+  MSA_CUDA_INDEX_CONFIGS(MSA_BUILT, index_score)
+#undef MSA_BUILT
+  if (!built) throw_not_built(context.op, params.index_q.dtype, params.index_k_cache.dtype);
+
+  const index_score::sm80::FillParams fill{params.scores, params.batch};
+  launch_in_order(context.op, "the launch of msa_index_score_fill_sm80_kernel",
+                  compute_capability(context) >= 90,
+                  index_score::sm80::msa_index_score_fill_sm80_kernel, params.batch.num_tokens,
+                  index_score::sm80::kFillThreads, 0, static_cast<cudaStream_t>(context.stream),
+                  fill);
+  index_score::ScoreWork work{};
+  work.index_q = params.index_q;
+  work.index_k_cache = params.index_k_cache;
+  work.batch = params.batch;
+  work.scores = params.scores;
+  work.cut = {0, params.batch.num_tokens, params.batch.max_pages, 0, 1};
+  work.num_heads = static_cast<int32_t>(params.scores.num_heads);
+  index_score::run_scores(work, params.max_seqlen_q, context);
+}
+
+}  // namespace msa

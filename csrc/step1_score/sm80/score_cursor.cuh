@@ -1,0 +1,104 @@
+// A worker's piece of the line of units (score_plan.h), walked unit by unit on the device.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "device/positions.cuh"
+#include "step1_score/score_plan.h"
+
+namespace msa::index_score::sm80 {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+__device__ __forceinline__ RequestTokens load_request(const BatchView& batch, const ScoreCut& cut,
+                                                      int64_t request) {
+  return request_tokens(cut, first_token_of(batch, request), first_token_of(batch, request + 1),
+                        seq_len_of(batch, request));
+}
+
+// Where a worker stands. The same in all lanes of a warp.
+struct ScoreCursor {
+  int64_t left = 0;  // units of the piece, this one included
+  int32_t request = 0, tile = 0, block = 0, num_blocks = 0;
+  RequestTokens tokens;
+
+  __device__ __forceinline__ void enter_tile(const ScoreCut& cut) {
+    num_blocks = tokens.tile_blocks(cut, tile);
+  }
+
+  // To the next unit, which there is. True where that is another tile.
+  __device__ __forceinline__ bool advance(const BatchView& batch, const ScoreCut& cut) {
+    --left;
+    if (++block < num_blocks) return false;
+    block = 0;
+    do {  // tiles before the first block are empty
+      if (++tile >= tokens.num_tiles(cut)) {
+        tile = 0;
+        do {
+          tokens = load_request(batch, cut, ++request);
+        } while (tokens.num_tokens == 0);
+      }
+      enter_tile(cut);
+    } while (num_blocks == 0);
+    return true;
+  }
+};
+
+struct ScorePiece {
+  ScoreCursor cursor;
+  int64_t total;  // units of all pieces
+};
+
+// Piece `part` of `parts`, found by one warp on its own: 32 requests at a time.
+__device__ __forceinline__ ScorePiece find_piece(const BatchView& batch, const ScoreCut& cut,
+                                                 int64_t part, int64_t parts) {
+  const int lane = threadIdx.x % 32;
+  const int64_t num_requests = batch.num_requests;
+  int64_t first_units = 0, sum = 0;  // of the first 32 requests, and of all
+#pragma unroll 2
+  for (int64_t request = lane; request < num_requests; request += 32) {
+    const int64_t units = request_units(load_request(batch, cut, request), cut);
+    if (request == lane) first_units = units;
+    sum += units;
+  }
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    sum += __shfl_xor_sync(kAllLanes, sum, distance);
+  }
+  ScorePiece piece;
+  piece.total = sum;
+  const int64_t begin = sum * part / parts;
+  piece.cursor.left = sum * (part + 1) / parts - begin;
+  if (piece.cursor.left == 0) return piece;
+
+  int64_t before = 0;  // units before the 32 requests at hand
+  for (int64_t base = 0;; base += 32) {
+    int64_t units = first_units;
+    if (base > 0) {
+      units = base + lane < num_requests ? request_units(load_request(batch, cut, base + lane), cut)
+                                         : 0;
+    }
+    int64_t end = units;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int64_t other = __shfl_up_sync(kAllLanes, end, distance);
+      if (lane >= distance) end += other;
+    }
+    end += before;
+    const unsigned past = __ballot_sync(kAllLanes, end > begin);
+    if (past) {
+      const int found = __ffs(past) - 1;
+      const int64_t within = begin - __shfl_sync(kAllLanes, end - units, found);
+      ScoreCursor& cursor = piece.cursor;
+      cursor.request = static_cast<int32_t>(base) + found;
+      cursor.tokens = load_request(batch, cut, cursor.request);
+      cursor.tile = tile_of_unit(cursor.tokens, cut, within);
+      cursor.block = static_cast<int32_t>(within - units_before(cursor.tokens, cut, cursor.tile));
+      cursor.enter_tile(cut);
+      return piece;
+    }
+    before = __shfl_sync(kAllLanes, end, 31);
+  }
+}
+
+}  // namespace msa::index_score::sm80
