@@ -18,7 +18,7 @@
   X(write_cache, sm80, kFloat32, kFloat8E4M3) \
   X(write_cache, sm80, kBFloat16, kFloat8E4M3)
 
-// A call of few query rows a request runs sm90/ kernels on Hopper, sm80/ ones elsewhere.
+// On Hopper most calls run kernels of sm90/, elsewhere those of sm80/.
 #define MSA_CUDA_INDEX_CONFIGS(X, op) \
   X(op, sm80, kBFloat16, kBFloat16)   \
   X(op, sm80, kFloat8E4M3, kFloat8E4M3)

@@ -18,6 +18,7 @@ HOT_KERNELS = {
     "msa_index_score_stream_sm80_kernel": (PORTABLE, {"HMMA", "LDGSTS.E", "LDS.128"}),
     "msa_index_score_stream_sm90_kernel": (HOPPER, {"HMMA", "UBLKCP", "SYNCS", "LDS.128"}),
     "msa_index_score_tile_sm80_kernel": (PORTABLE, {"HMMA", "LDGSTS.E", "LDS.128"}),
+    "msa_index_score_tile_sm90_kernel": (HOPPER, {"HGMMA", "UTMALDG", "USETMAXREG"}),
     "msa_kv_block_schedule_count_sm80_kernel": (PORTABLE, {"MATCH"}),
     "msa_kv_block_schedule_fill_sm80_kernel": (PORTABLE, set()),
     "msa_kv_block_schedule_scan_sm80_kernel": (PORTABLE, {"SHFL"}),

@@ -124,7 +124,7 @@ PYBIND11_MODULE(_internals, module) {
              });
   // A request's part of a scoring launch: its tokens, their tiles, and the units before each tile.
   module.def(
-      "score_plan", [](int64_t token_begin, int64_t token_end, int64_t max_blocks, int32_t log_tile,
+      "score_plan", [](int64_t token_begin, int64_t token_end, int32_t max_blocks, int32_t log_tile,
                        bool own, int32_t first, int32_t end, int32_t seq_len) {
         const msa::ScoreCut cut{token_begin, token_end, max_blocks, log_tile, own ? 1 : 0};
         const msa::RequestTokens tokens = msa::request_tokens(cut, first, end, seq_len);

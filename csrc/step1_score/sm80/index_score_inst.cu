@@ -17,9 +17,8 @@ namespace {
 constexpr int64_t kStreamRows = 64;  // the most query rows of a stream's tile
 
 template <DType dtype, int kRows>
-void launch_stream(ScoreWork work, const ExecContext& context, bool overlap) {
+void launch_stream(const ScoreWork& work, const ExecContext& context, bool overlap) {
   constexpr auto kernel = msa_index_score_stream_sm80_kernel<dtype, kRows>;
-  work.cut.log_tile = log_tile_tokens(kRows, work.num_heads);
   const int64_t resident =
       resident_ctas<kernel>(context.op, context.device, kStreamWarps * 32, kStreamSharedBytes);
   launch_in_order(context.op, "the launch of msa_index_score_stream_sm80_kernel", overlap, kernel,
@@ -28,10 +27,9 @@ void launch_stream(ScoreWork work, const ExecContext& context, bool overlap) {
 }
 
 template <DType dtype>
-void launch_tiles(ScoreWork work, const ExecContext& context, bool overlap) {
+void launch_tiles(const ScoreWork& work, const ExecContext& context, bool overlap) {
   constexpr auto kernel = msa_index_score_tile_sm80_kernel<dtype>;
   constexpr int kSharedBytes = tile_shared_bytes<dtype>();
-  work.cut.log_tile = log_tile_tokens(kTileRows, work.num_heads);
   const int64_t resident =
       resident_ctas<kernel>(context.op, context.device, kTileThreads, kSharedBytes);
   launch_in_order(context.op, "the launch of msa_index_score_tile_sm80_kernel", overlap, kernel,
@@ -39,22 +37,51 @@ void launch_tiles(ScoreWork work, const ExecContext& context, bool overlap) {
                   static_cast<cudaStream_t>(context.stream), work);
 }
 
+// Calls launch(work) for windows of the query tokens whose units can be counted.
+template <typename Launch>
+void for_each_window(ScoreWork work, const ExecContext& context, const Launch& launch) {
+  constexpr int64_t kMostUnits = (int64_t{1} << 32) - 1;
+  const int64_t requests = work.batch.num_requests, token_end = work.cut.token_end;
+  const int64_t tiles = kMostUnits / work.cut.max_blocks - requests;
+  if (tiles < 1) {
+    throw_runtime_error(context.op, concat("B * max_pages must be below 2^32 on CUDA, got ",
+                                           requests, " * ", work.cut.max_blocks));
+  }
+  while (work.cut.token_begin < token_end) {
+    work.cut.token_end = std::min(token_end, work.cut.token_begin + (tiles << work.cut.log_tile));
+    launch(work);
+    work.cut.token_begin = work.cut.token_end;
+  }
+}
+
 template <DType dtype>
 void launch(ScoreWork work, int64_t tokens, const ExecContext& context) {
   const int capability = compute_capability(context);
+  const bool overlap = capability >= 90;
   const int64_t rows = tokens * work.num_heads;
   if (rows <= kStreamRows) {
-    if (capability == 90) return sm90::run_stream(work, rows, context);
-    const bool overlap = capability >= 90;
-    if (rows <= 8) return launch_stream<dtype, 8>(work, context, overlap);
-    if (rows <= 16) return launch_stream<dtype, 16>(work, context, overlap);
-    if (rows <= 32) return launch_stream<dtype, 32>(work, context, overlap);
-    return launch_stream<dtype, 64>(work, context, overlap);
+    const int64_t tile_rows = rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
+    work.set_heads(work.num_heads);
+    work.cut.log_tile = log_tile_tokens(tile_rows, work.num_heads);
+    return for_each_window(work, context, [&](const ScoreWork& window) {
+      if (capability == 90) return sm90::run_stream(window, tile_rows, context);
+      if (tile_rows == 8) return launch_stream<dtype, 8>(window, context, overlap);
+      if (tile_rows == 16) return launch_stream<dtype, 16>(window, context, overlap);
+      if (tile_rows == 32) return launch_stream<dtype, 32>(window, context, overlap);
+      launch_stream<dtype, 64>(window, context, overlap);
+    });
   }
+  // Hopper's kernel has no mask.
+  const bool hopper = capability == 90 && dtype == DType::kBFloat16 && work.cut.own == 0 &&
+                      work.index_k_cache.num_pages > 0;
   const int32_t end = work.first_head + work.num_heads;
   for (; work.first_head < end; work.first_head += kTileRows) {
-    work.num_heads = std::min(end - work.first_head, kTileRows);
-    launch_tiles<dtype>(work, context, capability >= 90);
+    work.set_heads(std::min(end - work.first_head, kTileRows));
+    work.cut.log_tile = log_tile_tokens(kTileRows, work.num_heads);
+    for_each_window(work, context, [&](const ScoreWork& window) {
+      if (hopper) return sm90::run_tiles(window, context);
+      launch_tiles<dtype>(window, context, overlap);
+    });
   }
 }
 
@@ -93,7 +120,7 @@ void run_index_score(const IndexScoreParams& params, const ExecContext& context)
   work.index_k_cache = params.index_k_cache;
   work.batch = params.batch;
   work.scores = params.scores;
-  work.cut = {0, params.batch.num_tokens, params.batch.max_pages, 0, 1};
+  work.cut = {0, params.batch.num_tokens, index_score::capped_blocks(params.batch), 0, 1};
   work.num_heads = static_cast<int32_t>(params.scores.num_heads);
   index_score::run_scores(work, params.max_seqlen_q, context);
 }

@@ -18,7 +18,7 @@ __device__ __forceinline__ RequestTokens load_request(const BatchView& batch, co
 
 // Where a worker stands. The same in all lanes of a warp.
 struct ScoreCursor {
-  int64_t left = 0;  // units of the piece, this one included
+  uint32_t left = 0;  // units of the piece, this one included
   int32_t request = 0, tile = 0, block = 0, num_blocks = 0;
   RequestTokens tokens;
 
@@ -44,58 +44,49 @@ struct ScoreCursor {
   }
 };
 
-struct ScorePiece {
-  ScoreCursor cursor;
-  int64_t total;  // units of all pieces
-};
-
 // Piece `part` of `parts`, found by one warp on its own: 32 requests at a time.
-__device__ __forceinline__ ScorePiece find_piece(const BatchView& batch, const ScoreCut& cut,
-                                                 int64_t part, int64_t parts) {
+__device__ __forceinline__ ScoreCursor find_piece(const BatchView& batch, const ScoreCut& cut,
+                                                  uint32_t part, uint32_t parts) {
   const int lane = threadIdx.x % 32;
-  const int64_t num_requests = batch.num_requests;
-  int64_t first_units = 0, sum = 0;  // of the first 32 requests, and of all
-#pragma unroll 2
-  for (int64_t request = lane; request < num_requests; request += 32) {
-    const int64_t units = request_units(load_request(batch, cut, request), cut);
+  const auto num_requests = static_cast<int32_t>(batch.num_requests);
+  uint32_t first_units = 0, sum = 0;  // of the first 32 requests, and of all
+#pragma unroll 1
+  for (int32_t request = lane; request < num_requests; request += 32) {
+    const uint32_t units = request_units(load_request(batch, cut, request), cut);
     if (request == lane) first_units = units;
     sum += units;
   }
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    sum += __shfl_xor_sync(kAllLanes, sum, distance);
-  }
-  ScorePiece piece;
-  piece.total = sum;
-  const int64_t begin = sum * part / parts;
-  piece.cursor.left = sum * (part + 1) / parts - begin;
-  if (piece.cursor.left == 0) return piece;
+  sum = __reduce_add_sync(kAllLanes, sum);
+  const uint32_t share = sum / parts, rest = sum % parts;
+  const uint32_t begin = share * part + min(part, rest);
+  ScoreCursor cursor;
+  cursor.left = share + (part < rest);
+  if (cursor.left == 0) return cursor;
 
-  int64_t before = 0;  // units before the 32 requests at hand
-  for (int64_t base = 0;; base += 32) {
-    int64_t units = first_units;
+  uint32_t before = 0;  // units before the 32 requests at hand
+  for (int32_t base = 0;; base += 32) {
+    uint32_t units = first_units;
     if (base > 0) {
-      units = base + lane < num_requests ? request_units(load_request(batch, cut, base + lane), cut)
-                                         : 0;
+      const int32_t request = base + lane;
+      units = request < num_requests ? request_units(load_request(batch, cut, request), cut) : 0;
     }
-    int64_t end = units;
+    uint32_t end = units;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
-      const int64_t other = __shfl_up_sync(kAllLanes, end, distance);
+      const uint32_t other = __shfl_up_sync(kAllLanes, end, distance);
       if (lane >= distance) end += other;
     }
     end += before;
     const unsigned past = __ballot_sync(kAllLanes, end > begin);
     if (past) {
       const int found = __ffs(past) - 1;
-      const int64_t within = begin - __shfl_sync(kAllLanes, end - units, found);
-      ScoreCursor& cursor = piece.cursor;
-      cursor.request = static_cast<int32_t>(base) + found;
+      const uint32_t within = begin - __shfl_sync(kAllLanes, end - units, found);
+      cursor.request = base + found;
       cursor.tokens = load_request(batch, cut, cursor.request);
       cursor.tile = tile_of_unit(cursor.tokens, cut, within);
       cursor.block = static_cast<int32_t>(within - units_before(cursor.tokens, cut, cursor.tile));
       cursor.enter_tile(cut);
-      return piece;
+      return cursor;
     }
     before = __shfl_sync(kAllLanes, end, 31);
   }

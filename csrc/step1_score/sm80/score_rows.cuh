@@ -19,6 +19,16 @@ __device__ __forceinline__ const uint8_t* page_address(const ScoreWork& work, in
          page * work.index_k_cache.page_stride * (IndexElement<dtype>::kRowBytes / kHeadDim);
 }
 
+// r / num_heads of a row of a tile, r < 256: the reciprocal's error is too small to show.
+__device__ __forceinline__ uint32_t token_of_row(const ScoreWork& work, uint32_t row) {
+  return row * work.inverse_heads >> 16;
+}
+
+// The first block of a token at `pos` that is not scored.
+__device__ __forceinline__ int32_t end_of_token(const ScoreCut& cut, int32_t pos) {
+  return pos / kBlock + cut.own;
+}
+
 // Rows [first_row, first_row + kRows) of a tile; row r is token r / heads, head r % heads.
 template <DType dtype, int kRows>
 struct WarpRows {
@@ -34,39 +44,37 @@ struct WarpRows {
   __device__ __forceinline__ void enter(const ScoreWork& work, const ScoreCursor& cursor,
                                         int32_t first_row_of_warp) {
     const ScoreCut& cut = work.cut;
-    const auto heads = static_cast<uint32_t>(work.num_heads);
     const int32_t tile_token = cursor.tile << cut.log_tile;
     const int64_t first_token = cursor.tokens.first_token + tile_token;
     first_row = first_row_of_warp;
     first_pos = cursor.tokens.first_pos + tile_token;
     const int32_t rows = cursor.tokens.tile_tokens(cut, cursor.tile) * work.num_heads;
     queries.load([&](int n) -> const uint8_t* {
-      const uint32_t row = first_row + n;
-      if (row >= static_cast<uint32_t>(rows)) return nullptr;
+      const int32_t row = first_row + n;
+      if (row >= rows) return nullptr;
+      const int32_t token = token_of_row(work, row), head = row - token * work.num_heads;
       return static_cast<const uint8_t*>(work.index_q.data) +
-             ((first_token + row / heads) * work.index_q.token_stride +
-              (work.first_head + row % heads) * work.index_q.head_stride) *
+             ((first_token + token) * work.index_q.token_stride +
+              (work.first_head + head) * work.index_q.head_stride) *
                  (IndexElement<dtype>::kRowBytes / kHeadDim);
     });
     int kept[kKept];
     RowMaxima<kRows>::kept_rows(kept);
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
-      const uint32_t row = first_row + max(kept[i], 0);
-      const bool there = kept[i] >= 0 && row < static_cast<uint32_t>(rows);
+      const int32_t row = first_row + max(kept[i], 0);
+      const int32_t token = token_of_row(work, row), head = row - token * work.num_heads;
       targets[i] = work.scores.data +
-                   (first_token - work.first_token + row / heads) * work.scores.token_stride +
-                   (work.first_head + row % heads) * work.scores.head_stride;
-      ends[i] = there ? end_of(cut, row / heads) : 0;
+                   (first_token - work.first_token + token) * work.scores.token_stride +
+                   (work.first_head + head) * work.scores.head_stride;
+      ends[i] = kept[i] >= 0 && row < rows ? end_of_token(cut, first_pos + token) : 0;
     }
-    masked_from = (first_pos + static_cast<int32_t>(first_row / heads) + 1) >> kLogBlock;
+    masked_from =
+        (first_pos + static_cast<int32_t>(token_of_row(work, first_row)) + 1) >> kLogBlock;
     const int32_t last_row = min(first_row + kRows, rows) - 1;
-    end = last_row >= first_row ? end_of(cut, last_row / heads) : 0;
-  }
-
-  // Blocks of a token of the tile that are scored.
-  __device__ __forceinline__ int32_t end_of(const ScoreCut& cut, int32_t token) const {
-    return (first_pos + token) / kBlock + cut.own;
+    end = last_row >= first_row
+              ? end_of_token(cut, first_pos + static_cast<int32_t>(token_of_row(work, last_row)))
+              : 0;
   }
 
   // Without own blocks every score that is kept is of a block that its token sees fully.
@@ -75,9 +83,7 @@ struct WarpRows {
   }
 
   __device__ __forceinline__ int32_t last_key(const ScoreWork& work, int32_t block, int n) const {
-    const uint32_t row = first_row + n;
-    return first_pos + static_cast<int32_t>(row / static_cast<uint32_t>(work.num_heads)) -
-           block * kBlock;
+    return first_pos + static_cast<int32_t>(token_of_row(work, first_row + n)) - block * kBlock;
   }
 
   __device__ __forceinline__ void store(const ScoreWork& work, int32_t block,

@@ -62,19 +62,19 @@ __global__ void __launch_bounds__(kStreamWarps * 32)
   };
 
   wait_for_previous_kernel();
-  ScorePiece piece = find_piece(work.batch, work.cut, blockIdx.x * kStreamWarps + warp,
-                                static_cast<int64_t>(gridDim.x) * kStreamWarps);
-  ScoreCursor& cursor = piece.cursor;
-  if (cursor.left == 0) return;
-  int32_t page = find_page(work, cursor);
-  copy_part(page, 0);
+  ScoreCursor next =
+      find_piece(work.batch, work.cut, blockIdx.x * kStreamWarps + warp, gridDim.x * kStreamWarps);
+  if (next.left == 0) return;
+  int32_t next_page = find_page(work, next);
+  copy_part(next_page, 0);
+  bool more = true, new_tile = true;
   WarpRows<dtype, kRows> rows;
-  rows.enter(work, cursor, 0);
-  while (true) {
-    const bool more = cursor.left > 1;
-    ScoreCursor next = cursor;
-    bool new_tile = false;
-    int32_t next_page = -1;
+  while (more) {
+    const ScoreCursor cursor = next;
+    const int32_t page = next_page;
+    if (new_tile) rows.enter(work, cursor, 0);
+    more = cursor.left > 1;
+    next_page = -1;
     if (more) {
       new_tile = next.advance(work.batch, work.cut);
       next_page = find_page(work, next);
@@ -95,10 +95,6 @@ __global__ void __launch_bounds__(kStreamWarps * 32)
       __syncwarp();  // the stage has been read
     }
     rows.store(work, cursor.block, best);
-    if (!more) break;
-    cursor = next;
-    page = next_page;
-    if (new_tile) rows.enter(work, cursor, 0);
   }
   wait_async_copies<0>();
 }

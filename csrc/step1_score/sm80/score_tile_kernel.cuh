@@ -49,19 +49,18 @@ __global__ void __launch_bounds__(kTileThreads, 2)
   };
 
   wait_for_previous_kernel();
-  ScorePiece piece = find_piece(work.batch, work.cut, blockIdx.x, gridDim.x);
-  ScoreCursor& cursor = piece.cursor;
-  if (cursor.left == 0) return;
-  int32_t page = find_page(work, cursor);
-  copy_page(page, 0);
+  ScoreCursor next = find_piece(work.batch, work.cut, blockIdx.x, gridDim.x);
+  if (next.left == 0) return;
+  int32_t next_page = find_page(work, next);
+  copy_page(next_page, 0);
+  bool more = true, new_tile = true;
   WarpRows<dtype, kWarpRows> rows;
-  rows.enter(work, cursor, first_row);
-  int stage = 0;
-  while (true) {
-    const bool more = cursor.left > 1;
-    ScoreCursor next = cursor;
-    bool new_tile = false;
-    int32_t next_page = -1;
+  for (int stage = 0; more; stage ^= 1) {
+    const ScoreCursor cursor = next;
+    const int32_t page = next_page;
+    if (new_tile) rows.enter(work, cursor, first_row);
+    more = cursor.left > 1;
+    next_page = -1;
     if (more) {
       new_tile = next.advance(work.batch, work.cut);
       next_page = find_page(work, next);
@@ -69,21 +68,15 @@ __global__ void __launch_bounds__(kTileThreads, 2)
     wait_async_copies<0>();
     __syncthreads();
     copy_page(next_page, stage ^ 1);
-    if (cursor.block < rows.end) {
-      Maxima<kWarpRows> best;
-      clear<kWarpRows>(best);
-      if (page >= 0) {
-        score_keys<dtype, kWarpRows, kBlock, true>(
-            stages + stage * kPageBytes, 0, rows.queries, best, rows.masked(work, cursor.block),
-            [&](int n) { return rows.last_key(work, cursor.block, n); });
-      }
-      rows.store(work, cursor.block, best);
+    if (cursor.block >= rows.end) continue;
+    Maxima<kWarpRows> best;
+    clear<kWarpRows>(best);
+    if (page >= 0) {
+      score_keys<dtype, kWarpRows, kBlock, true>(
+          stages + stage * kPageBytes, 0, rows.queries, best, rows.masked(work, cursor.block),
+          [&](int n) { return rows.last_key(work, cursor.block, n); });
     }
-    if (!more) break;
-    cursor = next;
-    page = next_page;
-    stage ^= 1;
-    if (new_tile) rows.enter(work, cursor, first_row);
+    rows.store(work, cursor.block, best);
   }
   wait_async_copies<0>();
 }

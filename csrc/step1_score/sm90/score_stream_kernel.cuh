@@ -15,7 +15,7 @@
 // Barriers  full[warp], 1 arrival and the bytes of a page; its phase changes with each page copied.
 // Timeline  wait(page i), products, issue(page i + 1), reduce and store the scores of page i. The
 //           table entry of page i + 1 is fetched before the wait.
-// Next      where no warp has more than two pages, the top-k's launch begins at once.
+// Next      the launch of the top-k begins when the first warp of every CTA is at its last page.
 #pragma once
 
 #include "device/dependent_launch.cuh"
@@ -70,26 +70,30 @@ __global__ void __launch_bounds__(stream_warps<dtype, kRows>() * 32, 1)
   hopper::fence_barrier_init();
   __syncwarp();
   wait_for_previous_kernel();
-  const int64_t workers = static_cast<int64_t>(gridDim.x) * kWarps;
-  ScorePiece piece = find_piece(work.batch, work.cut, blockIdx.x * kWarps + warp, workers);
-  if (piece.total <= 2 * workers) start_next_kernel();
-  ScoreCursor& cursor = piece.cursor;
-  if (cursor.left == 0) return;
-  int32_t page = find_page(work, cursor);
-  copy_page(page);
-  WarpRows<dtype, kRows> rows;
-  rows.enter(work, cursor, 0);
+  ScoreCursor next =
+      find_piece(work.batch, work.cut, blockIdx.x * kWarps + warp, gridDim.x * kWarps);
+  if (next.left == 0) return;
+  ScoreCursor cursor;
+  int32_t page, next_page = find_page(work, next);
+  bool more = true, new_tile = true, scored = false;
   uint32_t phase = 0;
+  WarpRows<dtype, kRows> rows;
+  Maxima<kRows> best;
   while (true) {
-    const bool more = cursor.left > 1;
-    ScoreCursor next = cursor;
-    bool new_tile = false;
-    int32_t next_page = -1;
+    copy_page(next_page);
+    if (scored) rows.store(work, cursor.block, best);
+    if (!more) break;
+    cursor = next;
+    page = next_page;
+    if (new_tile) rows.enter(work, cursor, 0);
+    more = cursor.left > 1;
+    next_page = -1;
     if (more) {
       new_tile = next.advance(work.batch, work.cut);
       next_page = find_page(work, next);
+    } else {
+      start_next_kernel();
     }
-    Maxima<kRows> best;
     clear<kRows>(best);
     if (page >= 0) {
       hopper::barrier_wait(&full[warp], phase);
@@ -99,12 +103,7 @@ __global__ void __launch_bounds__(stream_warps<dtype, kRows>() * 32, 1)
           [&](int n) { return rows.last_key(work, cursor.block, n); });
       __syncwarp();  // the stage has been read
     }
-    copy_page(next_page);
-    rows.store(work, cursor.block, best);
-    if (!more) break;
-    cursor = next;
-    page = next_page;
-    if (new_tile) rows.enter(work, cursor, 0);
+    scored = true;
   }
 }
 

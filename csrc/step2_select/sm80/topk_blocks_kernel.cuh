@@ -74,8 +74,20 @@ struct RowSelector {
     first = blocks.init_end + warp * steps * 32 + lane;
     end = blocks.local_begin;
     if constexpr (kResident) {
+      // All loads before the first use; of neighbouring scores, from one address.
+      float values[kValues];
+      const float* const source = scores + first * block_stride;
+      const int32_t left = steps > 0 ? min(end - first, steps * 32) : 0;
+      if (block_stride == 1) {
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) keys[i] = load(i);
+        for (int i = 0; i < kValues; ++i) values[i] = 32 * i < left ? source[32 * i] : 0.0f;
+      } else {
+        const int64_t stride = 32 * block_stride;
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) values[i] = 32 * i < left ? source[i * stride] : 0.0f;
+      }
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) keys[i] = 32 * i < left ? score_key(values[i]) : 0;
     }
   }
 
@@ -133,19 +145,20 @@ struct RowSelector {
     return max(__shfl_sync(kAllLanes, largest, __ffs(bound_lane) - 1), 1u);
   }
 
-  // Blocks whose keys reach `least`, by id, into the short list, which is long enough.
-  __device__ __forceinline__ void compact(uint32_t least) const {
-    int32_t place = kWarps == 1 ? 0 : before(scratch.counts[0]);
+  // Blocks whose keys reach `least`, by id, into the short list, as far as they fit. Returns how
+  // many they are, of this warp and those before it.
+  __device__ __forceinline__ int32_t compact(uint32_t least, int32_t place) const {
     const unsigned lower_lanes = (1u << lane) - 1;
     for_each([&](uint32_t key, int32_t block) {
       const unsigned passing = __ballot_sync(kAllLanes, key >= least);
-      if (key >= least) {
-        const int32_t mine = place + __popc(passing & lower_lanes);
+      const int32_t mine = place + __popc(passing & lower_lanes);
+      if (key >= least && mine < kShortList) {
         scratch.list_keys[mine] = key;
         scratch.list_blocks[mine] = block;
       }
       place += __popc(passing);
     });
+    return place;
   }
 
   // The best `capacity` of the list, one warp.
@@ -157,11 +170,11 @@ struct RowSelector {
     for (int other = 0; other < 32; ++other) {
       const uint32_t key = __shfl_sync(kAllLanes, low, other);
       low_rank += key > low || (key == low && other < lane);
-      high_rank += key >= high;
     }
     if (listed > 32) {
 #pragma unroll
       for (int other = 0; other < 32; ++other) {
+        high_rank += __shfl_sync(kAllLanes, low, other) >= high;
         const uint32_t key = __shfl_sync(kAllLanes, high, other);
         low_rank += key > low;
         high_rank += key > high || (key == high && other < lane);
@@ -207,9 +220,14 @@ struct RowSelector {
   __device__ __forceinline__ void select(const RowBlocks& blocks) {
     start(blocks);
     const uint32_t bound = lower_bound(blocks.capacity);
-    const int32_t listed = count(bound, scratch.counts[0]);
+    int32_t listed;
+    if constexpr (kWarps == 1) {
+      listed = compact(bound, 0);
+    } else {
+      listed = count(bound, scratch.counts[0]);
+      if (listed <= kShortList) compact(bound, before(scratch.counts[0]));
+    }
     if (listed > kShortList) return search(blocks.capacity);
-    compact(bound);
     sync();
     if (warp == 0) rank(listed, blocks.capacity);
   }
