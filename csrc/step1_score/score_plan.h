@@ -2,7 +2,8 @@
 // on the host, and no table of them is made.
 //
 // A tile is `tile_tokens` consecutive query tokens of one request; a unit is (tile, block), for
-// every block that a token of the tile needs. Units stand in one line: by request, tile, block.
+// every block that a token of the tile needs, and before them tile_cost units for starting on the
+// tile: no work, but time. Units stand in one line: by request, tile, block.
 // Workers take equal contiguous pieces of it, so that one long request and many short ones both
 // fill the machine, and a worker changes its tile seldom.
 //
@@ -32,6 +33,7 @@ struct ScoreCut {
   int32_t max_blocks;              // columns of the block table, at most kMaxBlocks
   int32_t log_tile;                // log2 of tile_tokens, at most 8
   int32_t own;                     // 1: the own block is scored too; 0: only blocks before it
+  int32_t tile_cost;               // time that a tile takes besides its blocks, in units
 };
 
 // The query tokens of a request that a launch scores: those of its window that see anything.
@@ -94,7 +96,8 @@ MSA_HOST_DEVICE uint32_t units_before(const RequestTokens& request, const ScoreC
   if (tiles <= 0 || cut.max_blocks <= 0) return 0;
   const int32_t full_tiles = request.num_tokens >> cut.log_tile;
   const uint32_t full = tiles < full_tiles ? tiles : full_tiles;
-  uint32_t units = tiles > full_tiles ? request.tile_blocks(cut, full_tiles) : 0;
+  uint32_t units = tiles * static_cast<uint32_t>(cut.tile_cost);
+  if (tiles > full_tiles) units += request.tile_blocks(cut, full_tiles);
   if (full == 0) return units;
   const uint32_t cap = cut.max_blocks - cut.own;
   const uint32_t last_pos = request.first_pos + (1u << cut.log_tile) - 1;  // of the first tile

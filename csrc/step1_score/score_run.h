@@ -43,7 +43,8 @@ inline int32_t log_tile_tokens(int64_t rows, int64_t heads) {
 
 // The most units that a launch can have.
 inline int64_t most_units(const ScoreCut& cut, int64_t num_requests) {
-  return (((cut.token_end - cut.token_begin) >> cut.log_tile) + num_requests) * cut.max_blocks;
+  return (((cut.token_end - cut.token_begin) >> cut.log_tile) + num_requests) *
+         (int64_t{cut.max_blocks} + cut.tile_cost);
 }
 
 // The most CTAs that can have work, where a CTA has `workers` pieces.

@@ -114,13 +114,13 @@ def test_configurations_are_listed_once():
     max_blocks=st.one_of(st.integers(0, 4), st.integers(0, 40)),
     log_tile=st.integers(0, 8),
     own=st.booleans(),
+    cost=st.integers(0, 3),
 )
-def test_units_of_a_scoring_launch(first, q_len, cached, window, max_blocks, log_tile, own):
+def test_units_of_a_scoring_launch(first, q_len, cached, window, max_blocks, log_tile, own, cost):
     """The closed forms of the cut against counting: each token's blocks, in order, in one tile."""
     begin, end, seq_len = window[0], sum(window), cached + q_len
-    plan = internals.score_plan(
-        begin, end, max_blocks, log_tile, own, first, first + q_len, seq_len
-    )
+    cut = (begin, end, max_blocks, log_tile, own, cost if max_blocks else 0)
+    plan = internals.score_plan(*cut, first, first + q_len, seq_len)
     first_token, num_tokens, first_pos, tiles, units, tile_of_unit = plan
     wanted = {}  # token -> position, of those in the window that see something
     for i in range(q_len):
@@ -134,8 +134,8 @@ def test_units_of_a_scoring_launch(first, q_len, cached, window, max_blocks, log
         assert before == counted and 1 <= tokens <= 1 << log_tile
         last = wanted[token + tokens - 1]
         assert blocks == min(last // 128 + own, max_blocks)
-        owners += [tile] * blocks
-        counted += blocks
+        owners += [tile] * (blocks + cut[-1])
+        counted += blocks + cut[-1]
         token += tokens
     assert token == first_token + num_tokens and units == counted
     assert tile_of_unit == owners[:5000]

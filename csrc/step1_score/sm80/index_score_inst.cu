@@ -14,7 +14,8 @@ namespace msa {
 namespace index_score::sm80 {
 namespace {
 
-constexpr int64_t kStreamRows = 64;  // the most query rows of a stream's tile
+constexpr int64_t kStreamRows = 64;     // the most query rows of a stream's tile
+constexpr int32_t kHopperTileCost = 2;  // loading the queries, in pages of 2048 clocks
 
 template <DType dtype, int kRows>
 void launch_stream(const ScoreWork& work, const ExecContext& context, bool overlap) {
@@ -42,7 +43,7 @@ template <typename Launch>
 void for_each_window(ScoreWork work, const ExecContext& context, const Launch& launch) {
   constexpr int64_t kMostUnits = (int64_t{1} << 32) - 1;
   const int64_t requests = work.batch.num_requests, token_end = work.cut.token_end;
-  const int64_t tiles = kMostUnits / work.cut.max_blocks - requests;
+  const int64_t tiles = kMostUnits / (int64_t{work.cut.max_blocks} + work.cut.tile_cost) - requests;
   if (tiles < 1) {
     throw_runtime_error(context.op, concat("B * max_pages must be below 2^32 on CUDA, got ",
                                            requests, " * ", work.cut.max_blocks));
@@ -74,6 +75,7 @@ void launch(ScoreWork work, int64_t tokens, const ExecContext& context) {
   // Hopper's kernel has no mask.
   const bool hopper = capability == 90 && dtype == DType::kBFloat16 && work.cut.own == 0 &&
                       work.index_k_cache.num_pages > 0;
+  work.cut.tile_cost = hopper ? kHopperTileCost : 0;
   const int32_t end = work.first_head + work.num_heads;
   for (; work.first_head < end; work.first_head += kTileRows) {
     work.set_heads(std::min(end - work.first_head, kTileRows));
@@ -120,7 +122,7 @@ void run_index_score(const IndexScoreParams& params, const ExecContext& context)
   work.index_k_cache = params.index_k_cache;
   work.batch = params.batch;
   work.scores = params.scores;
-  work.cut = {0, params.batch.num_tokens, index_score::capped_blocks(params.batch), 0, 1};
+  work.cut = {0, params.batch.num_tokens, index_score::capped_blocks(params.batch), 0, 1, 0};
   work.num_heads = static_cast<int32_t>(params.scores.num_heads);
   index_score::run_scores(work, params.max_seqlen_q, context);
 }

@@ -18,28 +18,32 @@ __device__ __forceinline__ RequestTokens load_request(const BatchView& batch, co
 
 // Where a worker stands. The same in all lanes of a warp.
 struct ScoreCursor {
-  uint32_t left = 0;  // units of the piece, this one included
+  uint32_t left = 0;  // units of the piece, this one included; 0: past its end
   int32_t request = 0, tile = 0, block = 0, num_blocks = 0;
   RequestTokens tokens;
 
-  __device__ __forceinline__ void enter_tile(const ScoreCut& cut) {
-    num_blocks = tokens.tile_blocks(cut, tile);
-  }
-
-  // To the next unit, which there is. True where that is another tile.
-  __device__ __forceinline__ bool advance(const BatchView& batch, const ScoreCut& cut) {
-    --left;
-    if (++block < num_blocks) return false;
+  // To the first block of the next tile that has one, as far as the piece goes.
+  __device__ __forceinline__ void next_tile(const BatchView& batch, const ScoreCut& cut) {
+    const auto cost = static_cast<uint32_t>(cut.tile_cost);
     block = 0;
-    do {  // tiles before the first block are empty
+    do {
+      left -= min(left, cost);
+      if (left == 0) return;
       if (++tile >= tokens.num_tiles(cut)) {
         tile = 0;
         do {
           tokens = load_request(batch, cut, ++request);
         } while (tokens.num_tokens == 0);
       }
-      enter_tile(cut);
+      num_blocks = tokens.tile_blocks(cut, tile);
     } while (num_blocks == 0);
+  }
+
+  // To the next unit of the piece that is a block. True where that is another tile's.
+  __device__ __forceinline__ bool advance(const BatchView& batch, const ScoreCut& cut) {
+    --left;
+    if (++block < num_blocks) return false;
+    next_tile(batch, cut);
     return true;
   }
 };
@@ -84,8 +88,12 @@ __device__ __forceinline__ ScoreCursor find_piece(const BatchView& batch, const 
       cursor.request = base + found;
       cursor.tokens = load_request(batch, cut, cursor.request);
       cursor.tile = tile_of_unit(cursor.tokens, cut, within);
-      cursor.block = static_cast<int32_t>(within - units_before(cursor.tokens, cut, cursor.tile));
-      cursor.enter_tile(cut);
+      cursor.num_blocks = cursor.tokens.tile_blocks(cut, cursor.tile);
+      const uint32_t in_tile = within - units_before(cursor.tokens, cut, cursor.tile);
+      const auto cost = static_cast<uint32_t>(cut.tile_cost);
+      cursor.block = static_cast<int32_t>(in_tile - min(in_tile, cost));
+      cursor.left -= min(cursor.left, cost - min(in_tile, cost));
+      if (cursor.num_blocks == 0 && cursor.left > 0) cursor.next_tile(batch, cut);
       return cursor;
     }
     before = __shfl_sync(kAllLanes, end, 31);

@@ -73,12 +73,9 @@ __global__ void __launch_bounds__(kStreamWarps * 32)
     const ScoreCursor cursor = next;
     const int32_t page = next_page;
     if (new_tile) rows.enter(work, cursor, 0);
-    more = cursor.left > 1;
-    next_page = -1;
-    if (more) {
-      new_tile = next.advance(work.batch, work.cut);
-      next_page = find_page(work, next);
-    }
+    new_tile = next.advance(work.batch, work.cut);
+    more = next.left > 0;
+    next_page = more ? find_page(work, next) : -1;
     Maxima<kRows> best;
     clear<kRows>(best);
     const bool masked = rows.masked(work, cursor.block);

@@ -59,12 +59,9 @@ __global__ void __launch_bounds__(kTileThreads, 2)
     const ScoreCursor cursor = next;
     const int32_t page = next_page;
     if (new_tile) rows.enter(work, cursor, first_row);
-    more = cursor.left > 1;
-    next_page = -1;
-    if (more) {
-      new_tile = next.advance(work.batch, work.cut);
-      next_page = find_page(work, next);
-    }
+    new_tile = next.advance(work.batch, work.cut);
+    more = next.left > 0;
+    next_page = more ? find_page(work, next) : -1;
     wait_async_copies<0>();
     __syncthreads();
     copy_page(next_page, stage ^ 1);

@@ -86,14 +86,10 @@ __global__ void __launch_bounds__(stream_warps<dtype, kRows>() * 32, 1)
     cursor = next;
     page = next_page;
     if (new_tile) rows.enter(work, cursor, 0);
-    more = cursor.left > 1;
-    next_page = -1;
-    if (more) {
-      new_tile = next.advance(work.batch, work.cut);
-      next_page = find_page(work, next);
-    } else {
-      start_next_kernel();
-    }
+    new_tile = next.advance(work.batch, work.cut);
+    more = next.left > 0;
+    next_page = more ? find_page(work, next) : -1;
+    if (!more) start_next_kernel();
     clear<kRows>(best);
     if (page >= 0) {
       hopper::barrier_wait(&full[warp], phase);

@@ -23,6 +23,7 @@
 // Timeline  consumer: wait page | products of tile 0, tile 1 | maxima of tile 0 under the products
 //           of tile 1 | release the page | maxima of tile 1, store. The other consumer's products
 //           fill the tensor cores meanwhile.
+// Next      the launch of the top-k begins when every CTA is at its last page.
 // Limits    bfloat16; tensor map: strides of the index cache are multiples of 16 bytes.
 #pragma once
 
@@ -84,7 +85,6 @@ __device__ __forceinline__ void produce_pages(const ScoreWork& work, const CUten
     }
     __syncwarp();
     ring.advance();
-    if (cursor.left == 1) break;
     cursor.advance(work.batch, work.cut);
   }
 }
@@ -97,20 +97,26 @@ __device__ __forceinline__ void load_queries(const ScoreWork& work, const ScoreC
   const int32_t tile_token = cursor.tile << work.cut.log_tile;
   const int64_t first_token = cursor.tokens.first_token + tile_token;
   const int32_t rows = cursor.tokens.tile_tokens(work.cut, cursor.tile) * work.num_heads;
-  msa::sm90::named_barrier(1 + consumer, 128);  // the rows of the tile before have been used
-#pragma unroll 4
-  for (int i = thread / kRowChunks; i < kConsumerRows; i += 128 / kRowChunks) {
-    const int row = consumer * kConsumerRows + i;
-    uint4 bits{0, 0, 0, 0};
+  constexpr int kThreadRows = kConsumerRows / (128 / kRowChunks);
+  uint4 bits[kThreadRows];  // all loads under way before the first store
+#pragma unroll
+  for (int i = 0; i < kThreadRows; ++i) {
+    const int row = consumer * kConsumerRows + thread / kRowChunks + i * (128 / kRowChunks);
+    bits[i] = {0, 0, 0, 0};
     if (row < rows) {
       const int32_t token = token_of_row(work, row), head = row - token * work.num_heads;
       const auto* source = static_cast<const uint8_t*>(work.index_q.data) +
                            ((first_token + token) * work.index_q.token_stride +
                             (work.first_head + head) * work.index_q.head_stride) *
                                2;
-      bits = *reinterpret_cast<const uint4*>(source + chunk * 16);
+      bits[i] = *reinterpret_cast<const uint4*>(source + chunk * 16);
     }
-    *reinterpret_cast<uint4*>(&shared.q[chunk / 8][row][(chunk % 8 ^ row % 8) * 16]) = bits;
+  }
+  msa::sm90::named_barrier(1 + consumer, 128);  // the rows of the tile before have been used
+#pragma unroll
+  for (int i = 0; i < kThreadRows; ++i) {
+    const int row = consumer * kConsumerRows + thread / kRowChunks + i * (128 / kRowChunks);
+    *reinterpret_cast<uint4*>(&shared.q[chunk / 8][row][(chunk % 8 ^ row % 8) * 16]) = bits[i];
   }
   msa::sm90::fence_async_proxy();
   msa::sm90::named_barrier(1 + consumer, 128);
@@ -162,8 +168,9 @@ __device__ __forceinline__ void consume_pages(const ScoreWork& work, TileSharedS
                          ? end_of_token(work.cut, first_pos + token_of_row(work, last_row))
                          : 0;
     }
-    more = cursor.left > 1;
-    new_tile = more && next.advance(work.batch, work.cut);
+    new_tile = next.advance(work.batch, work.cut);
+    more = next.left > 0;
+    if (!more) start_next_kernel();
 
     barrier_wait(&shared.full[ring.stage], ring.phase);
     float score = -INFINITY;

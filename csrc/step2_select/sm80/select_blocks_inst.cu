@@ -62,8 +62,12 @@ void run_select_blocks(const SelectBlocksParams& params, const ExecContext& cont
     work.scores = scores;
     work.first_token = begin;
     // The own block needs no score where it is forced.
-    work.cut = {begin, end, index_score::capped_blocks(params.batch), 0,
-                params.rule.local_blocks > 0 ? 0 : 1};
+    work.cut = {begin,
+                end,
+                index_score::capped_blocks(params.batch),
+                0,
+                params.rule.local_blocks > 0 ? 0 : 1,
+                0};
     work.num_heads = static_cast<int32_t>(heads);
     index_score::run_scores(work, params.max_seqlen_q, context);
 

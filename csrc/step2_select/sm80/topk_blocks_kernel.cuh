@@ -38,8 +38,7 @@ template <int kWarps>
 struct RowScratch {
   uint32_t maxima[kWarps][32];
   int32_t counts[2][kWarps];
-  uint32_t list_keys[kShortList];
-  int32_t list_blocks[kShortList];
+  uint2 list[kShortList + 1];  // key and block; the last takes what does not fit
   int32_t chosen[kMaxTopk];
 };
 
@@ -135,14 +134,13 @@ struct RowSelector {
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) largest = max(largest, scratch.maxima[w][lane]);
     }
-    int32_t rank = 0;
+    // The least of those that fewer than `capacity` exceed.
+    int32_t exceeding = 0;
 #pragma unroll
     for (int other = 0; other < 32; ++other) {
-      const uint32_t theirs = __shfl_sync(kAllLanes, largest, other);
-      rank += theirs > largest || (theirs == largest && other < lane);
+      exceeding += __shfl_sync(kAllLanes, largest, other) > largest;
     }
-    const unsigned bound_lane = __ballot_sync(kAllLanes, rank == capacity - 1);
-    return max(__shfl_sync(kAllLanes, largest, __ffs(bound_lane) - 1), 1u);
+    return max(__reduce_min_sync(kAllLanes, exceeding < capacity ? largest : ~0u), 1u);
   }
 
   // Blocks whose keys reach `least`, by id, into the short list, as far as they fit. Returns how
@@ -151,43 +149,39 @@ struct RowSelector {
     const unsigned lower_lanes = (1u << lane) - 1;
     for_each([&](uint32_t key, int32_t block) {
       const unsigned passing = __ballot_sync(kAllLanes, key >= least);
-      const int32_t mine = place + __popc(passing & lower_lanes);
-      if (key >= least && mine < kShortList) {
-        scratch.list_keys[mine] = key;
-        scratch.list_blocks[mine] = block;
-      }
+      const int32_t mine = min(place + __popc(passing & lower_lanes), kShortList);
+      if (key >= least) scratch.list[mine] = {key, static_cast<uint32_t>(block)};
       place += __popc(passing);
     });
     return place;
   }
 
-  // The best `capacity` of the list, one warp.
+  // The best `capacity` of the list, one warp. Of equal keys the first in the list is the better.
   __device__ __forceinline__ void rank(int32_t listed, int32_t capacity) const {
-    const uint32_t low = lane < listed ? scratch.list_keys[lane] : 0;
-    const uint32_t high = lane + 32 < listed ? scratch.list_keys[lane + 32] : 0;
-    int32_t low_rank = 0, high_rank = 0;
+    const uint2 low = lane < listed ? scratch.list[lane] : uint2{0, 0};
+    const uint2 high = lane + 32 < listed ? scratch.list[lane + 32] : uint2{0, 0};
+    const unsigned lower_lanes = (1u << lane) - 1;
+    int32_t low_rank = __popc(__match_any_sync(kAllLanes, low.x) & lower_lanes), high_rank = 0;
 #pragma unroll
     for (int other = 0; other < 32; ++other) {
-      const uint32_t key = __shfl_sync(kAllLanes, low, other);
-      low_rank += key > low || (key == low && other < lane);
+      low_rank += __shfl_sync(kAllLanes, low.x, other) > low.x;
     }
     if (listed > 32) {
+      high_rank = __popc(__match_any_sync(kAllLanes, high.x) & lower_lanes);
 #pragma unroll
       for (int other = 0; other < 32; ++other) {
-        high_rank += __shfl_sync(kAllLanes, low, other) >= high;
-        const uint32_t key = __shfl_sync(kAllLanes, high, other);
-        low_rank += key > low;
-        high_rank += key > high || (key == high && other < lane);
+        const uint32_t key = __shfl_sync(kAllLanes, high.x, other);
+        low_rank += key > low.x;
+        high_rank += (key > high.x) + (__shfl_sync(kAllLanes, low.x, other) >= high.x);
       }
     }
-    const bool take_low = low > 0 && low_rank < capacity;
-    const bool take_high = high > 0 && high_rank < capacity;
+    const bool take_low = low.x > 0 && low_rank < capacity;
+    const bool take_high = high.x > 0 && high_rank < capacity;
     const unsigned lows = __ballot_sync(kAllLanes, take_low);
     const unsigned highs = __ballot_sync(kAllLanes, take_high);
-    const unsigned lower_lanes = (1u << lane) - 1;
-    if (take_low) scratch.chosen[__popc(lows & lower_lanes)] = scratch.list_blocks[lane];
+    if (take_low) scratch.chosen[__popc(lows & lower_lanes)] = static_cast<int32_t>(low.y);
     if (take_high) {
-      scratch.chosen[__popc(lows) + __popc(highs & lower_lanes)] = scratch.list_blocks[lane + 32];
+      scratch.chosen[__popc(lows) + __popc(highs & lower_lanes)] = static_cast<int32_t>(high.y);
     }
   }
 
