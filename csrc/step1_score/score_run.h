@@ -55,7 +55,7 @@ inline int64_t useful_ctas(const ScoreWork& work, int64_t workers) {
 namespace sm90 {
 // A launch of tiles of 8, 16, 32 or 64 rows, on Hopper.
 void run_stream(const ScoreWork& work, int64_t rows, const ExecContext& context);
-// A launch of tiles of 256 rows, on Hopper: bfloat16, without own blocks, a cache with a page.
+// A launch of tiles of 256 rows, on Hopper: without own blocks, a cache with a page.
 void run_tiles(const ScoreWork& work, const ExecContext& context);
 }  // namespace sm90
 

@@ -1,4 +1,5 @@
-// Warpgroup products m64n128k16 of bfloat16 with float32 accumulators, on 128-byte-swizzled tiles.
+// Warpgroup products m64n128k16 of bfloat16 (float16) with float32 accumulators, on
+// 128-byte-swizzled tiles.
 #pragma once
 
 #include <cstdint>
@@ -55,6 +56,13 @@ __device__ __forceinline__ void product_ss(uint64_t a, uint64_t b, Accumulator& 
 }
 
 template <size_t... kIndex>
+__device__ __forceinline__ void product_ss_half(uint64_t a, uint64_t b, Accumulator& sum, bool add,
+                                                std::index_sequence<kIndex...>) {
+  cute::SM90::GMMA::MMA_64x128x16_F32F16F16_SS<Major::K, Major::K>::fma(
+      a, b, sum[kIndex]..., add ? ScaleOut::One : ScaleOut::Zero);
+}
+
+template <size_t... kIndex>
 __device__ __forceinline__ void product_rs(const uint32_t (&a)[4], uint64_t b, Accumulator& sum,
                                            bool add, std::index_sequence<kIndex...>) {
   cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<Major::K, Major::MN>::fma(
@@ -66,6 +74,12 @@ __device__ __forceinline__ void product_rs(const uint32_t (&a)[4], uint64_t b, A
 // sum (+)= A B^T for A [64][16] and B [128][16], both with k contiguous in shared memory.
 __device__ __forceinline__ void multiply_ss(uint64_t a, uint64_t b, Accumulator& sum, bool add) {
   detail::product_ss(a, b, sum, add, std::make_index_sequence<64>());
+}
+
+// The same of float16.
+__device__ __forceinline__ void multiply_ss_half(uint64_t a, uint64_t b, Accumulator& sum,
+                                                 bool add) {
+  detail::product_ss_half(a, b, sum, add, std::make_index_sequence<64>());
 }
 
 // sum (+)= A B for A [64][16] in registers and B [16][128] in shared memory with n contiguous.

@@ -73,8 +73,7 @@ void launch(ScoreWork work, int64_t tokens, const ExecContext& context) {
     });
   }
   // Hopper's kernel has no mask.
-  const bool hopper = capability == 90 && dtype == DType::kBFloat16 && work.cut.own == 0 &&
-                      work.index_k_cache.num_pages > 0;
+  const bool hopper = capability == 90 && work.cut.own == 0 && work.index_k_cache.num_pages > 0;
   work.cut.tile_cost = hopper ? kHopperTileCost : 0;
   const int32_t end = work.first_head + work.num_heads;
   for (; work.first_head < end; work.first_head += kTileRows) {

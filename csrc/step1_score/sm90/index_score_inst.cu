@@ -28,6 +28,26 @@ void launch_rows(const ScoreWork& work, int64_t rows, const ExecContext& context
   return launch<dtype, 64>(work, context);
 }
 
+template <DType dtype>
+void launch_tiles(const ScoreWork& work, const ExecContext& context) {
+  constexpr auto kernel = msa_index_score_tile_sm90_kernel<dtype>;
+  constexpr int kSharedBytes = tile_shared_bytes<dtype>();
+  // Pages in boxes of rows of 128 bytes: halves of bfloat16 rows, or whole FP8 ones.
+  constexpr uint64_t kElementBytes = TileConfig<dtype>::kConverts ? 1 : 2;
+  const PagedView& cache = work.index_k_cache;
+  const uint64_t page_bytes = cache.page_stride * kElementBytes;
+  const CUtensorMap map = msa::sm90::make_tensor_map<5>(
+      context.op, cache.data,
+      {64, kBlock, kElementBytes, 1, static_cast<uint64_t>(cache.num_pages)},
+      {cache.token_stride * kElementBytes, 128, page_bytes, page_bytes},
+      {64, kBlock, static_cast<uint32_t>(kElementBytes), 1, 1});
+  const int64_t resident =
+      resident_ctas<kernel>(context.op, context.device, kTileThreads, kSharedBytes);
+  launch_dependent(context.op, "the launch of msa_index_score_tile_sm90_kernel", kernel,
+                   std::min(resident, useful_ctas(work, 1)), kTileThreads, kSharedBytes,
+                   static_cast<cudaStream_t>(context.stream), work, map);
+}
+
 }  // namespace
 
 void run_stream(const ScoreWork& work, int64_t rows, const ExecContext& context) {
@@ -38,18 +58,10 @@ void run_stream(const ScoreWork& work, int64_t rows, const ExecContext& context)
 }
 
 void run_tiles(const ScoreWork& work, const ExecContext& context) {
-  const PagedView& cache = work.index_k_cache;
-  const uint64_t page_bytes = cache.page_stride * 2;
-  const CUtensorMap map = msa::sm90::make_tensor_map<5>(
-      context.op, cache.data, {64, kBlock, 2, 1, static_cast<uint64_t>(cache.num_pages)},
-      {static_cast<uint64_t>(cache.token_stride) * 2, 128, page_bytes, page_bytes},
-      {64, kBlock, 2, 1, 1});
-  const int64_t resident = resident_ctas<msa_index_score_tile_sm90_kernel>(
-      context.op, context.device, kTileThreads, kTileSharedBytes);
-  launch_dependent(context.op, "the launch of msa_index_score_tile_sm90_kernel",
-                   msa_index_score_tile_sm90_kernel, std::min(resident, useful_ctas(work, 1)),
-                   kTileThreads, kTileSharedBytes, static_cast<cudaStream_t>(context.stream), work,
-                   map);
+  if (work.index_q.dtype == DType::kFloat8E4M3) {
+    return launch_tiles<DType::kFloat8E4M3>(work, context);
+  }
+  launch_tiles<DType::kBFloat16>(work, context);
 }
 
 }  // namespace msa::index_score::sm90

@@ -81,9 +81,12 @@ struct RowSelector {
 #pragma unroll
         for (int i = 0; i < kValues; ++i) values[i] = 32 * i < left ? source[32 * i] : 0.0f;
       } else {
-        const int64_t stride = 32 * block_stride;
+        const float* address = source;
 #pragma unroll
-        for (int i = 0; i < kValues; ++i) values[i] = 32 * i < left ? source[i * stride] : 0.0f;
+        for (int i = 0; i < kValues; ++i) {
+          values[i] = 32 * i < left ? *address : 0.0f;
+          address += 32 * block_stride;
+        }
       }
 #pragma unroll
       for (int i = 0; i < kValues; ++i) keys[i] = 32 * i < left ? score_key(values[i]) : 0;
@@ -149,6 +152,7 @@ struct RowSelector {
     const unsigned lower_lanes = (1u << lane) - 1;
     for_each([&](uint32_t key, int32_t block) {
       const unsigned passing = __ballot_sync(kAllLanes, key >= least);
+      if (kWarps > 1 && passing == 0) return;  // the rule in long rows
       const int32_t mine = min(place + __popc(passing & lower_lanes), kShortList);
       if (key >= least) scratch.list[mine] = {key, static_cast<uint32_t>(block)};
       place += __popc(passing);
