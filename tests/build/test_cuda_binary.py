@@ -19,6 +19,11 @@ HOT_KERNELS = {
     "msa_decode_pair_sm90_kernel": (HOPPER, {"HMMA", "LDGSTS.E", "LDSM"}),
     "msa_decode_sm80_kernel": (PORTABLE, {"HMMA", "LDGSTS.E"}),
     "msa_decode_view_sm80_kernel": (PORTABLE, {"SHFL"}),
+    "msa_index_score_fill_sm80_kernel": (PORTABLE, set()),
+    "msa_index_score_stream_sm80_kernel": (PORTABLE, {"HMMA", "LDGSTS.E", "LDS.128"}),
+    "msa_index_score_stream_sm90_kernel": (HOPPER, {"HMMA", "UBLKCP", "SYNCS", "LDS.128"}),
+    "msa_index_score_tile_sm80_kernel": (PORTABLE, {"HMMA", "LDGSTS.E", "LDS.128"}),
+    "msa_index_score_tile_sm90_kernel": (HOPPER, {"HGMMA", "UTMALDG", "USETMAXREG"}),
     "msa_kv_block_schedule_count_sm80_kernel": (PORTABLE, {"MATCH"}),
     "msa_kv_block_schedule_fill_sm80_kernel": (PORTABLE, set()),
     "msa_kv_block_schedule_scan_sm80_kernel": (PORTABLE, {"SHFL"}),
@@ -30,6 +35,8 @@ HOT_KERNELS = {
     "msa_sparse_prefill_query_block_sm90_kernel": (HOPPER, {"HGMMA", "UTMALDG", "USETMAXREG"}),
     "msa_split_selection_sm80_kernel": (HOPPER, {"ATOMS"}),
     "msa_split_selection_scatter_sm80_kernel": (HOPPER, {"MATCH"}),
+    "msa_topk_blocks_sm80_kernel": (PORTABLE, {"VOTE", "SHFL"}),
+    "msa_write_cache_sm80_kernel": (PORTABLE, {"LDG.E.128", "STG.E.128"}),
 }
 
 

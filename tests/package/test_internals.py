@@ -106,6 +106,41 @@ def test_configurations_are_listed_once():
     assert len(rows) == len(set(rows)) > 10
 
 
+@given(
+    first=st.integers(0, 50),
+    q_len=st.integers(0, 700),
+    cached=st.integers(-300, 3000),
+    window=st.tuples(st.integers(0, 400), st.integers(0, 800)),
+    max_blocks=st.one_of(st.integers(0, 4), st.integers(0, 40)),
+    log_tile=st.integers(0, 8),
+    own=st.booleans(),
+    cost=st.integers(0, 3),
+)
+def test_units_of_a_scoring_launch(first, q_len, cached, window, max_blocks, log_tile, own, cost):
+    """The closed forms of the cut against counting: each token's blocks, in order, in one tile."""
+    begin, end, seq_len = window[0], sum(window), cached + q_len
+    cut = (begin, end, max_blocks, log_tile, own, cost if max_blocks else 0)
+    plan = internals.score_plan(*cut, first, first + q_len, seq_len)
+    first_token, num_tokens, first_pos, tiles, units, tile_of_unit = plan
+    wanted = {}  # token -> position, of those in the window that see something
+    for i in range(q_len):
+        if begin <= first + i < end and cached + i >= 0:
+            wanted[first + i] = cached + i
+    assert list(wanted) == list(range(first_token, first_token + num_tokens))
+    if wanted:
+        assert first_pos == wanted[first_token]
+    owners, counted, token = [], 0, first_token
+    for tile, (tokens, blocks, before) in enumerate(tiles):
+        assert before == counted and 1 <= tokens <= 1 << log_tile
+        last = wanted[token + tokens - 1]
+        assert blocks == min(last // 128 + own, max_blocks)
+        owners += [tile] * (blocks + cut[-1])
+        counted += blocks + cut[-1]
+        token += tokens
+    assert token == first_token + num_tokens and units == counted
+    assert tile_of_unit == owners[:5000]
+
+
 @given(st.integers(0, 5000), st.integers(1, 300))
 def test_items_cover_a_row_evenly(num_pairs, limit):
     items = internals.row_items(num_pairs, limit)

@@ -78,4 +78,15 @@ __device__ __forceinline__ void copy_box(void* shared, const CUtensorMap* map, u
       : "memory");
 }
 
+// Contiguous bytes to shared memory, without a map; they arrive on `barrier`. Addresses and size
+// are multiples of 16.
+__device__ __forceinline__ void copy_bytes(void* shared, const void* global, uint32_t bytes,
+                                           uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
 }  // namespace msa::sm90

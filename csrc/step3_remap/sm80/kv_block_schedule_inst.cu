@@ -30,9 +30,9 @@ Scratch cut_scratch(const KVBlockScheduleParams& params) {
   scratch.ranks.chunk_base = scratch.ranks.entry_rank + entries;
   scratch.ranks.chunk_rows = std::min(head_rows, int64_t{kHistogramRows});
   scratch.ranks.chunks = static_cast<int32_t>(chunks);
-  scratch.bytes = scratch.counter_bytes +
-                  (entries + params.ids.num_heads * chunks * scratch.ranks.chunk_rows) *
-                      int64_t{sizeof(uint32_t)};
+  scratch.bytes =
+      scratch.counter_bytes + (entries + params.ids.num_heads * chunks * scratch.ranks.chunk_rows) *
+                                  int64_t{sizeof(uint32_t)};
   return scratch;
 }
 
