@@ -476,7 +476,7 @@ __device__ __forceinline__ void store_result(const AttendParams& params, int64_t
                                              int64_t head, int row, float4 o, float maximum,
                                              float sum, float v_scale) {
   const int lane = threadIdx.x % 32;
-  const float normalise = sum == 0.0f ? 0.0f : v_scale / sum;  // a NaN stays one
+  const float normalise = sum == 0.0f ? 0.0f : __fdividef(v_scale, sum);  // a NaN stays one
   const int64_t q_head = head * params.group_size + row;
   const __nv_bfloat162 low = __floats2bfloat162_rn(o.x * normalise, o.y * normalise);
   const __nv_bfloat162 high = __floats2bfloat162_rn(o.z * normalise, o.w * normalise);
