@@ -36,7 +36,7 @@ Plan plan_call(const AttendParams& attend, const IdsView& ids, int64_t blocks, b
   DecodeParams params = plan_decode(attend, ids, blocks);
   if (compute_capability(context) != 90) return {params, Way::kPortable};
   if (sparse && takes_pairs(params)) return {params, Way::kPairs};
-  const int32_t splits = decode_cluster_splits(params.num_units, blocks, context);
+  const int32_t splits = decode_cluster_splits(params, blocks, context);
   if (splits == 0) return {params, Way::kPortable};
   params.splits = splits;
   return {params, Way::kCluster};
