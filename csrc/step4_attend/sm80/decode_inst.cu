@@ -34,7 +34,7 @@ bool takes_pairs(const DecodeParams& params) {
 Plan plan_call(const AttendParams& attend, const IdsView& ids, int64_t blocks, bool sparse,
                const ExecContext& context) {
   DecodeParams params = plan_decode(attend, ids, blocks);
-  if (compute_capability(context) != 90) return {params, Way::kPortable};
+  if (!runs_sm90(context, attend.q.dtype, attend.k_cache.dtype)) return {params, Way::kPortable};
   if (sparse && takes_pairs(params)) return {params, Way::kPairs};
   const int32_t splits = decode_cluster_splits(params, blocks, context);
   if (splits == 0) return {params, Way::kPortable};

@@ -215,6 +215,9 @@ template <typename Element>
 struct Rows {
   using S = Slice<Element>;
   using Weights = uint32_t[S::kColumns][2];
+  // The largest weight is 2^12 where weights are float16: that of the smallest normal one is then
+  // 2^-26 of it, and 2^12 * 448 is far from the largest float32. o, sum and maximum carry it along.
+  static constexpr float kFirstWeight = S::kFp8 ? 12.0f : 0.0f;
   float o[16][4];
   float maximum[2];  // log2 units
   float sum[2];      // of the lane's own columns
@@ -246,7 +249,7 @@ struct Rows {
     for (int r = 0; r < 2; ++r) {
       largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 1));
       largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 2));
-      largest[r] = fmaxf(largest[r], maximum[r]);
+      largest[r] = fmaxf(largest[r] - kFirstWeight, maximum[r]);
       reference[r] = reference_of(largest[r]);
       factor[r] = exp2_fast(maximum[r] - reference[r]);
       maximum[r] = largest[r];
