@@ -62,6 +62,19 @@ def test_many_blocks(device, require, blocks):
         check(scores.to(device), visible.to(device), topk)
 
 
+@pytest.mark.parametrize("blocks", [1025, 2048, 2049, 4096, 4097])
+def test_many_rows_of_many_blocks(device, require, blocks):
+    """As many rows as a prefill has, where another kernel may take them."""
+    require("topk_blocks", torch.float32)
+    generator = torch.Generator().manual_seed(blocks)
+    rows = 50 if device == "cpu" else 2100  # a CPU has one kernel, and no time
+    scores = torch.randint(-300, 301, (1, rows, blocks), generator=generator).float()
+    scores[0, ::7] = 3.0
+    scores[0, 1::7, ::2] = NAN
+    visible = torch.randint(0, blocks + 1, (rows,), generator=generator).int()
+    check(scores.to(device), visible.to(device))
+
+
 @pytest.mark.parametrize("blocks", [17, 1024, 8192])
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.5, -3e38, INF, -INF, NAN])
 def test_all_equal(device, require, value, blocks):

@@ -231,8 +231,9 @@ struct RowSelector {
   }
 };
 
+// One CTA an SM, said aloud: left to itself ptxas spills keys for the sake of occupancy.
 template <int kWarps, int kValues>
-__global__ void __launch_bounds__(kWarps == 1 ? kRowsPerCta * 32 : kWarps * 32)
+__global__ void __launch_bounds__(kWarps == 1 ? kRowsPerCta * 32 : kWarps * 32, 1)
     msa_topk_blocks_sm80_kernel(const __grid_constant__ TopkKernelParams params) {
   constexpr int kRows = kWarps == 1 ? kRowsPerCta : 1;
   __shared__ RowScratch<kWarps> scratches[kRows];
