@@ -18,10 +18,13 @@
   X(write_cache, sm80, kFloat32, kFloat8E4M3) \
   X(write_cache, sm80, kBFloat16, kFloat8E4M3)
 
-// On Hopper most calls run kernels of sm90/, elsewhere those of sm80/.
-#define MSA_CUDA_INDEX_CONFIGS(X, op) \
-  X(op, sm80, kBFloat16, kBFloat16)   \
-  X(op, sm80, kFloat8E4M3, kFloat8E4M3)
+// The sm90 lines: few query rows a request, and select_blocks with more where own blocks are
+// forced.
+#define MSA_CUDA_INDEX_CONFIGS(X, op)   \
+  X(op, sm80, kBFloat16, kBFloat16)     \
+  X(op, sm80, kFloat8E4M3, kFloat8E4M3) \
+  X(op, sm90, kBFloat16, kBFloat16)     \
+  X(op, sm90, kFloat8E4M3, kFloat8E4M3)
 
 #define MSA_CUDA_MERGE_LSE_CONFIGS(X)  \
   X(merge_lse, sm80, kFloat32, kOther) \
