@@ -1,5 +1,6 @@
 #include "configs/built_configs.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -49,10 +50,15 @@ bool portable_forced() {
 
 std::string built_configs_text(const char* op) {
   std::string text;
+  std::vector<std::string> listed;  // each once, whatever the number of architectures
   for (const KernelConfig& config : built_configs()) {
-    if (std::strcmp(config.op, op) == 0) {
-      text += (text.empty() ? "" : ", ") + config_text(config.dtype, config.cache_dtype);
+    const std::string entry = config_text(config.dtype, config.cache_dtype);
+    if (std::strcmp(config.op, op) != 0 ||
+        std::find(listed.begin(), listed.end(), entry) != listed.end()) {
+      continue;
     }
+    listed.push_back(entry);
+    text += (text.empty() ? "" : ", ") + entry;
   }
   return text.empty() ? "nothing" : text;
 }

@@ -36,7 +36,7 @@ HOT_KERNELS = {
     "msa_split_selection_sm80_kernel": (HOPPER, {"ATOMS"}),
     "msa_split_selection_scatter_sm80_kernel": (HOPPER, {"MATCH"}),
     "msa_topk_blocks_sm80_kernel": (PORTABLE, {"VOTE", "SHFL"}),
-    "msa_write_cache_sm80_kernel": (PORTABLE, {"LDG.E.128", "STG.E.128"}),
+    "msa_write_cache_sm80_kernel": (PORTABLE, {".E.128"}),
 }
 
 
