@@ -82,8 +82,12 @@ def is_supported(
         k for k in kernels if k["dtype"] == names[0] and k["cache_dtype"] in (None, names[1])
     ]
     if not fitting:
-        built = ", ".join(f"{k['dtype']}/{k['cache_dtype'] or '-'}" for k in kernels)
-        return False, f"no {device.type} kernel of {op} for {'/'.join(names)}; built: {built}"
+        # An operator may have kernels for several architectures.
+        built = dict.fromkeys(f"{k['dtype']}/{k['cache_dtype'] or '-'}" for k in kernels)
+        return (
+            False,
+            f"no {device.type} kernel of {op} for {'/'.join(names)}; built: {', '.join(built)}",
+        )
     if device.type == "cpu":
         return True, "cpu"
     capability = torch.cuda.get_device_capability(device)

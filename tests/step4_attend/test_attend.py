@@ -250,6 +250,32 @@ def test_fp8_without_scales(device, require, op):
     assert_attention(only_v, out, None)
 
 
+def test_every_fp8_number(device, require, op):
+    """Each of the 256 bytes as K, seen in the LSE, and as V, seen in the output, alone in a
+    request."""
+    require(op, torch.bfloat16, FP8)
+    case = make_case(
+        [(1, 1)] * 256, hq=2, hkv=1, dtype=torch.bfloat16, cache_dtype=FP8, device=device
+    )
+    numbers = torch.arange(256, dtype=torch.uint8, device=device)
+    pages = case.block_table[:, 0].long()
+    for cache in (case.k_cache, case.v_cache):
+        rows = cache.view(torch.uint8)
+        rows[pages, 0, 0] = 0
+        rows[pages, 0, 0, 5] = numbers
+    case.q[:] = 1
+    ones = torch.ones(1, device=device)
+    case = case.with_(k_scale=ones, v_scale=ones)
+    out, lse = run(op, case, scale=1.0)
+    exact = numbers.view(FP8).float()
+    seen = exact.isfinite()
+    for head in range(2):
+        assert torch.equal(out[:256][seen, head, 5].float(), exact[seen])
+        torch.testing.assert_close(lse[:256][seen, head], exact[seen], rtol=1e-6, atol=0)
+        assert bool(out[:256][~seen, head].isnan().all())
+        assert bool(lse[:256][~seen, head].isnan().all())
+
+
 @pytest.mark.parametrize("hints", [(1, 1), (1, 1024), (10**6, 10**9), (0, 0)])
 def test_wrong_hints_change_nothing(device, require, op, hints):
     require(op)
