@@ -152,6 +152,44 @@ def test_later_tokens_of_the_request_may_be_wild(device, require, op, value):
     assert bool(out[:40, 0].isfinite().all()) and not bool(out[40:90, 0].isfinite().any())
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("hq,hkv", [(16, 1), (8, 1), (4, 1), (2, 2)])
+def test_a_wild_number_stays_with_those_that_selected_its_block(
+    device, require, op, hq, hkv, value
+):
+    """Neighbours share all blocks but one, whose V holds NaN or Inf; those without it are whole."""
+    require(op)
+    case = make_case([(40, 2560)], hq=hq, hkv=hkv, device=device)
+    case.ids[:, :, :15] = torch.arange(15, device=device)
+    case.ids[:, :40, 15] = 19
+    case.ids[:, 2:40:4, 3] = 16  # every fourth token takes another block for block 3
+    page = case.block_table[0, 3].long()
+    case.v_cache[page, :, 70, 8:11] = value
+    out, lse = run(op, case)
+    exact, exact_lse = reference.sparse_attention(*case.attend_args)
+    assert torch.equal(out.isfinite(), exact.isfinite())
+    finite = exact.isfinite()
+    torch.testing.assert_close(out[finite].float(), exact[finite], **near(out.dtype))
+    torch.testing.assert_close(lse, exact_lse, rtol=LSE_REL, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_wild_number_spoils_its_own_column_only(device, require, op, value):
+    """Few keys, so that the neighbours of a NaN or Inf weigh much; later tokens see it, others do
+    not."""
+    require(op)
+    case = make_case([(6, 6), (3, 130)], hq=4, hkv=2, device=device)
+    for request, token, column in ((0, 2, 3), (1, 128, 66)):
+        page = case.block_table[request, token // BLOCK].long()
+        case.v_cache[page, :, token % BLOCK, column] = value
+    out, _ = run(op, case)
+    exact, _ = reference.sparse_attention(*case.attend_args)
+    assert torch.equal(out.isfinite(), exact.isfinite())
+    finite = exact.isfinite()
+    assert int((~finite).sum()) == (4 + 2) * 4
+    torch.testing.assert_close(out[finite].float(), exact[finite], **near(out.dtype))
+
+
 @pytest.mark.parametrize("empty_rows", ["lengths", "ids"])
 def test_empty_rows(device, require, op, empty_rows):
     """Requests of length 0 and rows whose ids are all -1 give 0 and -inf; the others are whole."""
