@@ -238,11 +238,7 @@ class NinjaFile:
         )
 
         sources = sorted(CSRC.rglob("*.cpp"))
-        shared = [
-            s
-            for s in sources
-            if s.parent.name != "cpu" and s.name not in ("op_schemas.cpp", "cuda_not_built.cpp")
-        ]
+        shared = [s for s in sources if s.parent.name != "cpu" and s.name != "op_schemas.cpp"]
         cpu = [s for s in sources if s.parent.name == "cpu"] + [
             CSRC / "bindings" / "op_schemas.cpp"
         ]
@@ -273,10 +269,7 @@ class NinjaFile:
                 deps="gcc",
                 description="NVCC $out",
             )
-            objects = [
-                self._cxx(s, "cuda", defines)
-                for s in [*shared, CSRC / "host" / "cuda_not_built.cpp"]
-            ]
+            objects = [self._cxx(s, "cuda", defines) for s in shared]
             objects += [self._nvcc(s) for s in sorted(CSRC.rglob("*.cu"))]
             folders = (
                 flag("-L", self.cuda_home / "lib64") + " " + flag("-L", self.cuda_home / "lib")

@@ -52,13 +52,14 @@ TwoTensors launch_sparse_prefill(const Tensor& q, const Tensor& k_cache, const T
                                  const Tensor& cu_seqlens_q, const Tensor& seq_lens,
                                  std::optional<double> scale, const OptionalTensor& k_scale,
                                  const OptionalTensor& v_scale, bool return_lse,
-                                 OptionalInt max_seqlen_q, OptionalInt max_seqlen_k);
+                                 OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
+                                 bool batch_invariant);
 void launch_sparse_prefill_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                                const Tensor& ids, const Tensor& block_table,
                                const Tensor& cu_seqlens_q, const Tensor& seq_lens,
                                std::optional<double> scale, const OptionalTensor& k_scale,
                                const OptionalTensor& v_scale, OptionalInt max_seqlen_q,
-                               OptionalInt max_seqlen_k, const Tensor& out,
+                               OptionalInt max_seqlen_k, bool batch_invariant, const Tensor& out,
                                const OptionalTensor& lse);
 TwoTensors launch_sparse_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                                 const Tensor& ids, const Tensor& block_table,

@@ -63,12 +63,13 @@ STABLE_TORCH_LIBRARY(msa, m) {
       "sparse_prefill(Tensor q, Tensor k_cache, Tensor v_cache, Tensor ids, Tensor block_table, "
       "Tensor cu_seqlens_q, Tensor seq_lens, *, float? scale=None, Tensor? k_scale=None, "
       "Tensor? v_scale=None, bool return_lse=False, int? max_seqlen_q=None, "
-      "int? max_seqlen_k=None) -> (Tensor, Tensor)");
+      "int? max_seqlen_k=None, bool batch_invariant=False) -> (Tensor, Tensor)");
   m.def(
       "sparse_prefill.out(Tensor q, Tensor k_cache, Tensor v_cache, Tensor ids, "
       "Tensor block_table, Tensor cu_seqlens_q, Tensor seq_lens, *, float? scale=None, "
       "Tensor? k_scale=None, Tensor? v_scale=None, int? max_seqlen_q=None, "
-      "int? max_seqlen_k=None, Tensor(a!) output, Tensor(b!)? lse=None) -> ()");
+      "int? max_seqlen_k=None, bool batch_invariant=False, Tensor(a!) output, Tensor(b!)? "
+      "lse=None) -> ()");
   m.def(
       "sparse_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor ids, Tensor block_table, "
       "Tensor cu_seqlens_q, Tensor seq_lens, *, float? scale=None, Tensor? k_scale=None, "

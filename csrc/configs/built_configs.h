@@ -12,6 +12,19 @@
 
 #include "common/views.h"
 
+#define MSA_CUDA_WRITE_CACHE_CONFIGS(X)       \
+  X(write_cache, sm80, kFloat32, kFloat32)    \
+  X(write_cache, sm80, kBFloat16, kBFloat16)  \
+  X(write_cache, sm80, kFloat32, kFloat8E4M3) \
+  X(write_cache, sm80, kBFloat16, kFloat8E4M3)
+
+// sm90: masked tiles run the portable kernel.
+#define MSA_CUDA_INDEX_CONFIGS(X, op)   \
+  X(op, sm80, kBFloat16, kBFloat16)     \
+  X(op, sm80, kFloat8E4M3, kFloat8E4M3) \
+  X(op, sm90, kBFloat16, kBFloat16)     \
+  X(op, sm90, kFloat8E4M3, kFloat8E4M3)
+
 #define MSA_CUDA_MERGE_LSE_CONFIGS(X)  \
   X(merge_lse, sm80, kFloat32, kOther) \
   X(merge_lse, sm80, kBFloat16, kOther)
@@ -20,11 +33,27 @@
   X(sparse_prefill, sm80, kBFloat16, kBFloat16) \
   X(sparse_prefill, sm80, kBFloat16, kFloat8E4M3)
 
-#define MSA_CUDA_CONFIGS(X)                     \
-  X(kv_block_schedule, sm80, kInt32, kOther)    \
-  X(kv_block_schedule, sm80, kInt64, kOther)    \
-  MSA_CUDA_SPARSE_PREFILL_SM80_CONFIGS(X)       \
-  X(sparse_prefill, sm90, kBFloat16, kBFloat16) \
+// sm90: splits merged in a cluster.
+#define MSA_CUDA_DECODE_CONFIGS(X, op) \
+  X(op, sm80, kBFloat16, kBFloat16)    \
+  X(op, sm80, kBFloat16, kFloat8E4M3)  \
+  X(op, sm90, kBFloat16, kBFloat16)    \
+  X(op, sm90, kBFloat16, kFloat8E4M3)
+
+#define MSA_CUDA_CONFIGS(X)                       \
+  MSA_CUDA_WRITE_CACHE_CONFIGS(X)                 \
+  MSA_CUDA_INDEX_CONFIGS(X, index_score)          \
+  X(topk_blocks, sm80, kFloat32, kOther)          \
+  MSA_CUDA_INDEX_CONFIGS(X, select_blocks)        \
+  X(kv_block_schedule, sm80, kInt32, kOther)      \
+  X(kv_block_schedule, sm80, kInt64, kOther)      \
+  X(decode_view, sm80, kInt32, kOther)            \
+  X(decode_view, sm80, kInt64, kOther)            \
+  MSA_CUDA_DECODE_CONFIGS(X, sparse_decode)       \
+  MSA_CUDA_DECODE_CONFIGS(X, paged_decode)        \
+  MSA_CUDA_SPARSE_PREFILL_SM80_CONFIGS(X)         \
+  X(sparse_prefill, sm90, kBFloat16, kBFloat16)   \
+  X(sparse_prefill, sm90, kBFloat16, kFloat8E4M3) \
   MSA_CUDA_MERGE_LSE_CONFIGS(X)
 
 #define MSA_CPU_ATTEND_CONFIGS(X, op) \

@@ -5,7 +5,11 @@
 
 #include <cuda_runtime.h>
 
+#include <array>
+#include <atomic>
+
 #include "device/cuda_errors.h"
+#include "host/exec_context.h"
 
 namespace msa {
 
@@ -14,6 +18,15 @@ namespace msa {
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the next kernel of the stream start as soon as this one's last CTA has: for kernels that are
+// short or leave most of the GPU idle. The next one waits for all of this one in every CTA, so that
+// its own end still means the end of all kernels before.
+__device__ __forceinline__ void start_next_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
@@ -31,6 +44,45 @@ void launch_dependent(const char* op, const char* name, void (*kernel)(Params...
   config.attrs = &attribute;
   config.numAttrs = 1;
   check_cuda(op, cudaLaunchKernelEx(&config, kernel, Params(args)...), name);
+}
+
+// Whether the code of `kernel` that the device runs was compiled for sm_90 or later, so that its
+// waits are there: PTX of sm_80 has none, wherever it runs. Also raises the kernel's shared-memory
+// limit. Asked of CUDA once a kernel and device.
+template <auto kernel>
+bool may_overlap(const ExecContext& context, int shared_bytes) {
+  static std::array<std::atomic<int>, 64> known{};
+  const bool cached = context.device >= 0 && context.device < static_cast<int>(known.size());
+  if (cached) {
+    if (const int version = known[context.device].load(std::memory_order_relaxed)) {
+      return version >= 90;
+    }
+  }
+  cudaFuncAttributes attributes{};
+  check_cuda(context.op, cudaFuncGetAttributes(&attributes, kernel), "reading a kernel's version");
+  check_cuda(
+      context.op,
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+      "raising the shared-memory limit");
+  if (cached) known[context.device].store(attributes.ptxVersion);
+  return attributes.ptxVersion >= 90;
+}
+
+// A portable kernel: dependent where the code that runs can wait, after all before it elsewhere.
+template <auto kernel, typename... Args>
+void launch_portable(const ExecContext& context, const char* name, dim3 grid, int threads,
+                     int shared_bytes, const Args&... args) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = static_cast<cudaStream_t>(context.stream);
+  config.attrs = &attribute;
+  config.numAttrs = may_overlap<kernel>(context, shared_bytes) ? 1 : 0;
+  check_cuda(context.op, cudaLaunchKernelEx(&config, kernel, args...), name);
 }
 
 }  // namespace msa

@@ -2,6 +2,7 @@
 // once.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "common/views.h"
@@ -36,6 +37,41 @@ __device__ __forceinline__ TokenPosition find_position(const BatchView& batch, i
   }
   const int32_t end = first_token_of(batch, low + 1);
   return {low, seq_len_of(batch, low) - (end - token)};
+}
+
+// What find_position_by_warp() guesses by; on the host, since a division takes long on the device.
+inline int32_t tokens_of_each(const BatchView& batch) {
+  return static_cast<int32_t>(
+      std::max<int64_t>(1, batch.num_tokens / std::max<int64_t>(1, batch.num_requests)));
+}
+
+// The same by a whole warp for one token, in few dependent loads: most decode batches have `each`
+// tokens a request, so that request is looked at first; else the lanes cut the range in 33 a turn.
+__device__ __forceinline__ TokenPosition find_position_by_warp(const BatchView& batch,
+                                                               int32_t token, int32_t each) {
+  const auto num_requests = static_cast<int32_t>(batch.num_requests);
+  if (num_requests == 0) return {-1, -1};
+  int32_t low = min(token / each, num_requests - 1);
+  const int32_t total = first_token_of(batch, num_requests);
+  int32_t begin = first_token_of(batch, low), end = first_token_of(batch, low + 1);
+  int32_t length = seq_len_of(batch, low);
+  if (token >= total) return {-1, -1};
+  if (begin > token || token >= end) {
+    const int lane = threadIdx.x % 32;
+    low = 0;
+    int32_t high = num_requests;  // first[low] <= token < first[high]
+    while (high - low > 1) {
+      const int32_t step = (high - low + 32) / 33;
+      const int32_t probe = low + (lane + 1) * step;
+      const bool before = probe < high && first_token_of(batch, probe) <= token;
+      const int32_t passed = __popc(__ballot_sync(0xffffffffu, before));
+      high = min(high, low + (passed + 1) * step);
+      low += passed * step;
+    }
+    end = first_token_of(batch, low + 1);
+    length = seq_len_of(batch, low);
+  }
+  return {low, length - (end - token)};
 }
 
 // Blocks that a token at `pos` may see.

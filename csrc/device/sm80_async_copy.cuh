@@ -12,6 +12,14 @@ __device__ __forceinline__ void copy_async_16(uint32_t shared_address, const voi
                : "memory");
 }
 
+// The same where `there` holds; otherwise nothing is read and the 16 bytes become 0.
+__device__ __forceinline__ void copy_async_16_or_zero(uint32_t shared_address,
+                                                      const void* global_address, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address),
+               "l"(global_address), "r"(there ? 16 : 0)
+               : "memory");
+}
+
 __device__ __forceinline__ void commit_async_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -1,10 +1,9 @@
-// Warp products m16n8k16 of bfloat16 with float32 accumulators, and the loads of their operands
-// from shared memory: sm_80 and up.
+// Warp products m16n8k16 with float32 accumulators and the loads of their operands, sm_80 and up.
 //
-// Lane l, quad q = l % 4, holds
-//   a     rows l / 4 (words 0, 2) and l / 4 + 8 (words 1, 3), k 2 q, 2 q + 1 (0, 1) and + 8 (2, 3)
-//   b     column l / 4, k 2 q, 2 q + 1 (word 0) and + 8 (word 1)
-//   sum   rows l / 4 (values 0, 1) and l / 4 + 8 (values 2, 3), columns 2 q, 2 q + 1
+// Lane l = 4 g + t holds: of A [16][16] rows g and g + 8, columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9
+// (a[0] row g, a[1] row g + 8, then a[2], a[3] for the upper columns); of B [16][8] column g, rows
+// 2 t, 2 t + 1 (b0) and 2 t + 8, 2 t + 9 (b1); of the sum [16][8] columns 2 t, 2 t + 1 of row g
+// (sum[0], sum[1]) and of row g + 8 (sum[2], sum[3]).
 #pragma once
 
 #include <cstdint>
@@ -32,13 +31,40 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&words)[4], u
                : "memory");
 }
 
-// sum += a b
-__device__ __forceinline__ void multiply_add(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
-                                             uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+// sum += A B, bfloat16.
+__device__ __forceinline__ void multiply_bf16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
+                                              uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// sum += A B, float16.
+__device__ __forceinline__ void multiply_f16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
+  uint2 bits;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+               : "=r"(bits.x), "=r"(bits.y)
+               : "r"(address)
+               : "memory");
+  return bits;
+}
+
+__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
+  uint4 bits;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+               : "r"(address)
+               : "memory");
+  return bits;
 }
 
 }  // namespace msa

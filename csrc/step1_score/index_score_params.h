@@ -10,7 +10,8 @@ struct IndexScoreParams {
   RowsView index_q;         // [T, Hi, Di]
   PagedView index_k_cache;  // [pages, 1, 128, Di], dtype of index_q
   BatchView batch;
-  ScoresView scores;  // [Hi, T, max_pages], -inf where nothing is visible
+  ScoresView scores;     // [Hi, T, max_pages], -inf where nothing is visible
+  int64_t max_seqlen_q;  // hint, 0 where none was given
 };
 
 void run_index_score(const IndexScoreParams& params, const ExecContext& context);

@@ -10,8 +10,13 @@ struct SelectBlocksParams {
   PagedView index_k_cache;  // [pages, 1, 128, Di], dtype of index_q
   BatchView batch;
   SelectRule rule;
-  IdsView ids;  // [Hi, T, K] int32, written: ascending, then -1
+  IdsView ids;           // [Hi, T, K] int32, written: ascending, then -1
+  int64_t max_seqlen_q;  // hint, 0 where none was given
+  void* workspace;       // select_blocks_workspace_bytes(), any contents
 };
+
+// Scratch memory of a call on this library's device; bounded, see docs/kernels/select_blocks.md.
+int64_t select_blocks_workspace_bytes(const SelectBlocksParams& params);
 
 void run_select_blocks(const SelectBlocksParams& params, const ExecContext& context);
 

@@ -32,11 +32,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> launch_kv_block_schedule(const Tensor
   params.work_items = static_cast<int32_t*>(work_items.data_ptr());
   params.num_work_items = static_cast<int32_t*>(num_work_items.data_ptr());
   params.max_work_items = max_items;
-  params.token_begin = 0;
-  params.token_end = ids_info.size(1);
-  params.fill_tails = true;
   const Tensor workspace =
-      empty_like_device(ids, {kv_block_schedule_workspace_bytes(num_rows)}, ScalarType::Byte);
+      empty_like_device(ids, {kv_block_schedule_workspace_bytes(params)}, ScalarType::Byte);
   params.workspace = workspace.data_ptr();
   run_kv_block_schedule(params, ExecScope("kv_block_schedule", ids));
   return {row_ptr, pairs, work_items, num_work_items};

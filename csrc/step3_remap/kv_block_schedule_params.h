@@ -8,22 +8,19 @@ namespace msa {
 
 // A row is one (KV head h, request b, block j): row = (h * B + b) * max_blocks + j.
 struct KVBlockScheduleParams {
-  IdsView ids;                     // [Hkv, T, K]
-  BatchView batch;                 // the operator knows no block table; max_pages = max_blocks
-  int64_t num_pages;               // of the cache, where there is a block table
-  int64_t token_begin, token_end;  // the tokens that count: all, or a window of them
+  IdsView ids;      // [Hkv, T, K]
+  BatchView batch;  // the operator knows no block table; max_pages = max_blocks
   int64_t max_queries_per_item;
   int32_t* row_ptr;     // [Hkv * B * max_blocks + 1]
   int32_t* pairs;       // [Hkv * T * K]: t * K + k, ascending within a row, -1 past the last row
   int32_t* work_items;  // [max_work_items, 3]: row, begin, end; -1 past num_work_items
   int32_t* num_work_items;  // [1]
   int64_t max_work_items;
-  bool fill_tails;  // write -1 past the last pair and item (the operator does)
   void* workspace;  // kv_block_schedule_workspace_bytes(), any contents
 };
 
-// Scratch memory of a schedule over num_rows rows on this library's device.
-int64_t kv_block_schedule_workspace_bytes(int64_t num_rows);
+// Scratch memory of a schedule on this library's device.
+int64_t kv_block_schedule_workspace_bytes(const KVBlockScheduleParams& params);
 
 // Work items that any selection of `num_pairs` entries over `num_rows` rows fits in.
 inline int64_t max_work_items(int64_t num_rows, int64_t num_pairs, int64_t max_queries_per_item) {

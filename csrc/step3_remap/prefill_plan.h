@@ -7,9 +7,15 @@
 // query-major, and the rest of its entries are leftovers; otherwise all of its entries are.
 // Leftovers go KV-block-major and become partial results, in consecutive slots a (head, token).
 //
-// Slots are bounded: tiles fill them in rounds, each of which attends, finishes its tiles, and
-// leaves the slots to the next. The host launches as many rounds as the worst selection needs;
-// coherent ones fit the first.
+// Slots are bounded: chunks of tiles fill them in rounds, each of which attends, finishes its
+// tiles, and leaves the slots to the next. The host launches as many rounds as the worst selection
+// needs; coherent ones fit the first.
+//
+// Where no request has more blocks than a token selects (`narrow`), every tile is query-major with
+// whatever blocks its tokens selected, nothing is left over, and tiles do not cross requests.
+//
+// Calls of few tokens (`short_call`) have no query-major tiles, too few to keep a GPU busy, and one
+// round: their plan is one small launch.
 #pragma once
 
 #include <algorithm>
@@ -22,38 +28,73 @@ namespace msa {
 constexpr int kTileGroups = 3;
 constexpr int kGroupRows = 64;      // rows of a group: 64 / G tokens of G query heads
 constexpr int kMaxTileTokens = 24;  // of a tile; where G is under 8, tiles are not query-major
+constexpr int kMaxChunkTiles = 16;  // tiles that one CTA splits and counts
+constexpr int kMaxChunkEntries = 3072;
+constexpr int kShortEntries = 8192;  // of a head, T * K
+constexpr int kShortTokens = 1024;
+constexpr int kShortRows = 12288;  // of a head, B * max_pages
+constexpr int kShortHeads = 8;     // CTAs of a portable cluster
+// Query-major tiles of all heads that pay: under two a multiprocessor of a large GPU they leave it
+// idle. docs/kernels/sparse_prefill.md
+constexpr int64_t kMinQueryTiles = 264;
 
 // What a call needs, from its shapes alone.
 struct PrefillSizes {
+  bool narrow;                               // see above
+  bool query_major;                          // may tiles be query-major
+  bool short_call;                           // see above
   int64_t tile_tokens, group_tokens, tiles;  // tiles of a head
+  int64_t tile_places;                       // of a tile's hash table, a power of two
+  int64_t chunk_tiles, chunks;               // chunks of a head
   int64_t slots;                             // of a round, in memory
-  int64_t round_slots;  // a tile whose first slot is past them begins the next round
+  int64_t round_slots;  // a chunk whose first slot is past them begins the next round
   int64_t rounds;       // enough for any selection
   int64_t max_queries_per_item, max_items;
 };
 
-// `budget_bytes` bounds the partial results of a round (one tile's at least), `slot_bytes` is the
-// size of one.
+// `budget_bytes` bounds the partial results of a round (one chunk's at least), `slot_bytes` is the
+// size of one; batch_invariant: nothing may depend on which tokens are neighbours.
 inline PrefillSizes prefill_sizes(int64_t num_tokens, int64_t num_kv_heads, int64_t group_size,
-                                  int64_t topk, int64_t num_rows, int64_t slot_bytes,
-                                  int64_t budget_bytes) {
+                                  int64_t topk, int64_t num_requests, int64_t max_pages,
+                                  int64_t slot_bytes, int64_t budget_bytes, bool batch_invariant) {
   constexpr int64_t kItemsInFlight = 132 * 4;  // work items that keep a large GPU busy
   constexpr int64_t kMaxQueriesPerItem = 96, kMinQueriesPerItem = 16;
+  const int64_t num_rows = num_kv_heads * num_requests * max_pages;
   PrefillSizes sizes{};
   sizes.group_tokens = kGroupRows / group_size;
   sizes.tile_tokens = group_size >= 8 ? kTileGroups * sizes.group_tokens : kMaxTileTokens;
   sizes.tiles = (num_tokens + sizes.tile_tokens - 1) / sizes.tile_tokens;
-  const int64_t tile_slots = sizes.tile_tokens * topk;
+  sizes.narrow = group_size >= 8 && !batch_invariant && max_pages <= topk;
+  sizes.query_major = sizes.narrow || (group_size >= 8 && !batch_invariant &&
+                                       sizes.tiles * num_kv_heads >= kMinQueryTiles);
+  if (sizes.narrow) {
+    sizes.tiles = num_tokens / sizes.tile_tokens + std::min(num_requests, num_tokens);
+    sizes.rounds = 1;
+    return sizes;
+  }
+  const int64_t tile_entries = sizes.tile_tokens * topk;
+  sizes.tile_places = 16;
+  while (2 * sizes.tile_places < 3 * tile_entries) sizes.tile_places *= 2;
+  sizes.chunk_tiles = std::clamp(
+      sizes.tiles * num_kv_heads / kMinQueryTiles, int64_t{1},
+      std::min(int64_t{kMaxChunkTiles}, std::max(int64_t{1}, kMaxChunkEntries / tile_entries)));
+  sizes.chunks = (sizes.tiles + sizes.chunk_tiles - 1) / sizes.chunk_tiles;
+
+  const int64_t chunk_slots = sizes.chunk_tiles * tile_entries;
   const int64_t all_slots = num_kv_heads * num_tokens * topk;
-  sizes.slots = std::max(budget_bytes / slot_bytes, 4 * tile_slots);
-  if (all_slots <= sizes.slots) {
+  const int64_t budget_slots = std::max(budget_bytes / slot_bytes, 4 * chunk_slots);
+  if (all_slots <= budget_slots) {
     sizes.slots = all_slots;
     sizes.round_slots = all_slots + 1;  // never reached
     sizes.rounds = 1;
-  } else {
-    sizes.round_slots = sizes.slots - tile_slots;  // a round's last tile may reach past them
-    sizes.rounds = (all_slots + sizes.round_slots - 1) / sizes.round_slots;
+  } else {  // rounds of one size: a small last one would cost its launches for little
+    sizes.rounds = (all_slots - 1) / (budget_slots - chunk_slots) + 1;
+    sizes.round_slots = (all_slots - 1) / sizes.rounds + 1;
+    sizes.slots = sizes.round_slots + chunk_slots;  // a round's last chunk may reach past
   }
+  sizes.short_call = !sizes.query_major && sizes.rounds == 1 && num_tokens <= kShortTokens &&
+                     num_tokens * topk <= kShortEntries && num_kv_heads <= kShortHeads &&
+                     num_rows / num_kv_heads <= kShortRows;
   sizes.max_queries_per_item =
       std::clamp(all_slots / kItemsInFlight, kMinQueriesPerItem, kMaxQueriesPerItem);
   sizes.max_items = max_work_items(num_rows * sizes.rounds, all_slots, sizes.max_queries_per_item);
@@ -65,25 +106,31 @@ struct TileBlock {
   uint32_t tokens;  // bit i: token i of the tile attends to it query-major
 };
 
+struct TilePlace {
+  int32_t first_token, tokens;
+};
+
 struct Pair {
   int32_t token;
   int32_t slot;
 };
 
 struct PrefillPlan {
-  int64_t num_tokens;                        // T
-  int64_t tile_tokens, group_tokens, tiles;  // of PrefillSizes, as what follows
-  int64_t tile_capacity;                     // blocks of a tile's list
-  int64_t rounds, round_slots;
-  int64_t num_rows;  // of a round: Hkv * B * max_pages; row as in the remap
-  int64_t max_queries_per_item, max_items;
+  PrefillSizes sizes;
+  int64_t num_tokens;     // T
+  int64_t tile_capacity;  // blocks of a tile's list
+  int64_t num_rows;       // of a round: Hkv * B * max_pages; row as in the remap
+  int64_t chunk_rows;     // places of a chunk in chunk_base
 
   int32_t* tile_blocks;     // [Hkv * tiles]: shared blocks, 0 where the tile is not query-major
   int32_t* tile_round;      // [Hkv * tiles]
   TileBlock* tile_list;     // [Hkv * tiles][tile_capacity], ascending by block
+  TilePlace* tile_place;    // [Hkv * tiles]: narrow calls only
   uint32_t* leftovers;      // [Hkv * T]: how many
   int32_t* first_slot;      // [Hkv * T], within the round
   uint32_t* leftover_mask;  // [Hkv * T]: bit k
+  uint32_t* entry_rank;     // [Hkv * T * K]: of a leftover among its chunk's in the same row
+  uint32_t* chunk_base;     // [Hkv * chunks][chunk_rows]: the row's pairs of other chunks before
   int32_t* next_slot;       // [1], cleared with the counters
   Pair* pairs;              // [Hkv * T * K], by round and row
   int32_t* work_items;      // [max_items, 3]: row, begin, end

@@ -59,7 +59,8 @@ TwoTensors attend_sparse(const char* op, RunSparse run, WorkspaceBytes workspace
                          const Tensor& ids, const Tensor& block_table, const Tensor& cu_seqlens_q,
                          const Tensor& seq_lens, std::optional<double> scale,
                          const OptionalTensor& k_scale, const OptionalTensor& v_scale,
-                         bool return_lse, const OptionalTensor& out, const OptionalTensor& lse) {
+                         bool return_lse, bool batch_invariant, const OptionalTensor& out,
+                         const OptionalTensor& lse) {
   const AttendArgs args{info("q", q),
                         info("k_cache", k_cache),
                         info("v_cache", v_cache),
@@ -77,9 +78,9 @@ TwoTensors attend_sparse(const char* op, RunSparse run, WorkspaceBytes workspace
   SparseAttendParams params{};
   fill(params, args, info("out", outputs.out), outputs.lse_info);
   params.ids = ids_view(ids_info);
+  params.batch_invariant = batch_invariant;
   const ExecScope scope(op, q);
-  const Tensor workspace = empty_like_device(
-      q, {workspace_bytes ? workspace_bytes(params, scope) : 0}, ScalarType::Byte);
+  const Tensor workspace = empty_like_device(q, {workspace_bytes(params, scope)}, ScalarType::Byte);
   params.workspace = workspace.data_ptr();
   run(params, scope);
   return {outputs.out, outputs.lse};
@@ -105,7 +106,11 @@ TwoTensors attend_paged(const Tensor& q, const Tensor& k_cache, const Tensor& v_
   if (args.q.numel() == 0) return {outputs.out, outputs.lse};
   AttendParams params{};
   fill(params, args, info("out", outputs.out), outputs.lse_info);
-  run_paged_decode(params, ExecScope("paged_decode", q));
+  const ExecScope scope("paged_decode", q);
+  const Tensor workspace =
+      empty_like_device(q, {paged_decode_workspace_bytes(params, scope)}, ScalarType::Byte);
+  params.workspace = workspace.data_ptr();
+  run_paged_decode(params, scope);
   return {outputs.out, outputs.lse};
 }
 
@@ -116,10 +121,10 @@ TwoTensors launch_sparse_prefill(const Tensor& q, const Tensor& k_cache, const T
                                  const Tensor& cu_seqlens_q, const Tensor& seq_lens,
                                  std::optional<double> scale, const OptionalTensor& k_scale,
                                  const OptionalTensor& v_scale, bool return_lse, OptionalInt,
-                                 OptionalInt) {
+                                 OptionalInt, bool batch_invariant) {
   return attend_sparse("sparse_prefill", run_sparse_prefill, sparse_prefill_workspace_bytes, q,
                        k_cache, v_cache, ids, block_table, cu_seqlens_q, seq_lens, scale, k_scale,
-                       v_scale, return_lse, std::nullopt, std::nullopt);
+                       v_scale, return_lse, batch_invariant, std::nullopt, std::nullopt);
 }
 
 void launch_sparse_prefill_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
@@ -127,10 +132,10 @@ void launch_sparse_prefill_out(const Tensor& q, const Tensor& k_cache, const Ten
                                const Tensor& cu_seqlens_q, const Tensor& seq_lens,
                                std::optional<double> scale, const OptionalTensor& k_scale,
                                const OptionalTensor& v_scale, OptionalInt, OptionalInt,
-                               const Tensor& out, const OptionalTensor& lse) {
+                               bool batch_invariant, const Tensor& out, const OptionalTensor& lse) {
   attend_sparse("sparse_prefill", run_sparse_prefill, sparse_prefill_workspace_bytes, q, k_cache,
                 v_cache, ids, block_table, cu_seqlens_q, seq_lens, scale, k_scale, v_scale, false,
-                out, lse);
+                batch_invariant, out, lse);
 }
 
 TwoTensors launch_sparse_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
@@ -139,9 +144,9 @@ TwoTensors launch_sparse_decode(const Tensor& q, const Tensor& k_cache, const Te
                                 std::optional<double> scale, const OptionalTensor& k_scale,
                                 const OptionalTensor& v_scale, bool return_lse, OptionalInt,
                                 OptionalInt) {
-  return attend_sparse("sparse_decode", run_sparse_decode, nullptr, q, k_cache, v_cache, ids,
-                       block_table, cu_seqlens_q, seq_lens, scale, k_scale, v_scale, return_lse,
-                       std::nullopt, std::nullopt);
+  return attend_sparse("sparse_decode", run_sparse_decode, sparse_decode_workspace_bytes, q,
+                       k_cache, v_cache, ids, block_table, cu_seqlens_q, seq_lens, scale, k_scale,
+                       v_scale, return_lse, false, std::nullopt, std::nullopt);
 }
 
 void launch_sparse_decode_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
@@ -150,8 +155,9 @@ void launch_sparse_decode_out(const Tensor& q, const Tensor& k_cache, const Tens
                               std::optional<double> scale, const OptionalTensor& k_scale,
                               const OptionalTensor& v_scale, OptionalInt, OptionalInt,
                               const Tensor& out, const OptionalTensor& lse) {
-  attend_sparse("sparse_decode", run_sparse_decode, nullptr, q, k_cache, v_cache, ids, block_table,
-                cu_seqlens_q, seq_lens, scale, k_scale, v_scale, false, out, lse);
+  attend_sparse("sparse_decode", run_sparse_decode, sparse_decode_workspace_bytes, q, k_cache,
+                v_cache, ids, block_table, cu_seqlens_q, seq_lens, scale, k_scale, v_scale, false,
+                false, out, lse);
 }
 
 TwoTensors launch_paged_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,

@@ -18,16 +18,20 @@ struct AttendParams {
   float scale;           // of q . k, before the softmax
   int64_t num_kv_heads;  // Hkv
   int64_t group_size;    // G = Hq / Hkv
+  void* workspace;       // <op>_workspace_bytes(), any contents
 };
 
 struct SparseAttendParams : AttendParams {
-  IdsView ids;      // [Hkv, T, K]
-  void* workspace;  // sparse_prefill_workspace_bytes(), any contents
+  IdsView ids;  // [Hkv, T, K]
+  // sparse_prefill: a token's bits must not depend on the tokens beside it.
+  bool batch_invariant;
 };
 
-// Scratch memory of a sparse_prefill call on its device; bounded, see docs/kernels.
+// Scratch memory of a call on the context's device; bounded, see docs/kernels.
 int64_t sparse_prefill_workspace_bytes(const SparseAttendParams& params,
                                        const ExecContext& context);
+int64_t sparse_decode_workspace_bytes(const SparseAttendParams& params, const ExecContext& context);
+int64_t paged_decode_workspace_bytes(const AttendParams& params, const ExecContext& context);
 
 void run_sparse_prefill(const SparseAttendParams& params, const ExecContext& context);
 // Hopper's kernels, where runs_sm90() says so.

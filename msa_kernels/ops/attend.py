@@ -36,6 +36,7 @@ def sparse_prefill(
     return_lse: bool = False,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    batch_invariant: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -67,6 +68,9 @@ def sparse_prefill(
         return_lse: also return the LSE.
         max_seqlen_q: host hint, tokens; may cost speed when wrong, never a result.
         max_seqlen_k: host hint, tokens; the same.
+        batch_invariant: give a token the same bits whatever else is in the batch. Without it the
+            GPU may sum the blocks that neighbouring tokens share in another order; agreement is
+            then to rounding. Costs speed where selections are coherent (docs/numerics.md).
         out: [T, Hq, D] of q's dtype to write into, token and head strides free; allocated when
             None. Must not overlap an input.
         lse: [T, Hq] float32 to write into, strides free; only together with `out`.
@@ -84,7 +88,7 @@ def sparse_prefill(
     Notes:
         Padding rows, and rows with nothing to attend to, give out 0 and LSE -inf. Slots of the
         cache that no token of the row's range was written to may hold NaN. FP32 accumulation and
-        softmax. The same inputs give the same bits. Forward only: there is no backward.
+        softmax. The same call gives the same bits every time. Forward only: there is no backward.
     Cost:
         FLOPs: keys attended * Hq * D * 4. Bytes: docs/kernels/sparse_prefill.md.
     Source:
@@ -99,6 +103,7 @@ def sparse_prefill(
         return_lse=return_lse,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
+        batch_invariant=batch_invariant,
         out=out,
         lse=lse,
     )

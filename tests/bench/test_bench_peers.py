@@ -10,6 +10,7 @@ import torch
 from bench import check, peers
 from bench.inputs import D, Inputs, Shape
 from bench.peers.base import module, stand_ins
+from bench.peers.flashinfer import FlashInfer
 from bench.peers.sglang import Sglang
 from bench.peers.vllm import Vllm
 from msa_kernels import reference
@@ -143,7 +144,35 @@ class FakeSglang:
         )
 
 
+class FakeFlashInfer:
+    """The same for FlashInfer: scores first, [heads, blocks, tokens]; ids token-major, scales 1."""
+
+    @staticmethod
+    def msa_proxy_score(q, k, cu, *, page_table, seqused_k, causal, max_seqlen_q, max_k_tiles):
+        assert causal and k.size(1) == 1 and max_seqlen_q == int(cu.diff().max())
+        scores = reference.index_score(q, k[:, 0], page_table, cu, seqused_k)
+        assert scores.size(2) == max_k_tiles
+        return scores.transpose(1, 2).contiguous()
+
+    @staticmethod
+    def msa_topk_select(scores, topk, *, num_valid_pages, output, force_end_blocks):
+        assert scores.is_contiguous() and force_end_blocks == 1
+        ids = reference.topk_blocks(scores.transpose(1, 2), num_valid_pages, topk)
+        return output.copy_(ids.transpose(0, 1))
+
+    @staticmethod
+    def msa_sparse_attention(q, k, v, ids, cu, *, page_table, seqused_k, causal):
+        assert causal and k.stride(2) == 2 * D and ids.is_contiguous()
+        return reference.sparse_attention(q, k, v, ids, page_table, cu, seqused_k)[0].to(q.dtype)
+
+    @classmethod
+    def msa_sparse_decode_attention(cls, q, k, v, ids, *, seqlen_q, **rest):
+        cu = torch.arange(0, q.size(0) + 1, seqlen_q, dtype=torch.int32)
+        return cls.msa_sparse_attention(q, k, v, ids, cu, **rest)
+
+
 FAKES = {
+    "flashinfer": lambda: FlashInfer(FakeFlashInfer, "0"),
     "vllm": lambda: Vllm(FakeVllm, FakeVllm, "0"),
     "sglang": lambda: Sglang(*[FakeSglang] * 4, version="0"),
 }
@@ -169,8 +198,9 @@ def test_what_a_peer_cannot_run_is_said(name):
     peer = FAKES[name]()
     with pytest.raises(peers.CannotRun, match="no kernel of its own for merge_lse"):
         peer.prepare("merge_lse", Inputs(DECODE))
-    with pytest.raises(peers.CannotRun, match="float32"):
-        peer.prepare("sparse_decode", Inputs(DECODE, "float32"))
+    if name != "flashinfer":  # says itself what it does not take, when it is called
+        with pytest.raises(peers.CannotRun, match="float32"):
+            peer.prepare("sparse_decode", Inputs(DECODE, "float32"))
     with pytest.raises(peers.CannotRun, match="as many query tokens"):
         peer.prepare("sparse_decode", Inputs(PREFILL))
 
@@ -179,9 +209,30 @@ def test_missing_peers_say_why(tmp_path, monkeypatch):
     monkeypatch.delenv(peers.ENVIRONMENT, raising=False)
     with pytest.raises(peers.CannotRun, match="no peer is called"):
         peers.load("cudnn")
-    for name in ("vllm", "sglang"):
+    for name in ("vllm", "sglang", "flashinfer"):
         with pytest.raises(peers.CannotRun):
             peers.load(name, tmp_path)
+
+
+def test_flashinfer_unpacked_is_imported_without_its_init(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    monkeypatch.setitem(sys.modules, "flashinfer.msa_ops", None)
+    monkeypatch.delitem(sys.modules, "flashinfer.msa_ops")
+    unpack(tmp_path, "flashinfer/__init__.py", "raise AssertionError('imports everything')")
+    unpack(tmp_path, "flashinfer/msa_ops/__init__.py", "from ..utils import NUMBER")
+    unpack(tmp_path, "flashinfer/utils.py", "NUMBER = 7")
+    source = "def _cute_prefill_preferred(*_): return True"
+    unpack(tmp_path, "flashinfer/msa_ops/_sm90_dispatch.py", source)
+    (tmp_path / "flashinfer_python-9.8.7.dist-info").mkdir()
+    for _ in range(2):
+        peer = peers.load("flashinfer", tmp_path)
+        assert peer.version == "9.8.7" and peer.ops.NUMBER == 7
+        assert "CUDA programs" in peer.note  # no CuTe DSL here
+        assert not peer.ops._sm90_dispatch._cute_prefill_preferred()
+    unpack(tmp_path, "flashinfer/msa_ops/__init__.py", "from ..utils import no_such_thing")
+    monkeypatch.delitem(sys.modules, "flashinfer.msa_ops")
+    with pytest.raises(peers.CannotRun, match="no_such_thing"):
+        peers.load("flashinfer", tmp_path)
 
 
 TRITON = module("triton", language=SimpleNamespace(), jit=lambda f: f)

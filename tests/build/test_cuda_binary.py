@@ -14,6 +14,16 @@ PORTABLE = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 HOPPER = ("sm_90a",)
 # Kernel symbol -> architectures that it is compiled for, SASS instructions that it exists for.
 HOT_KERNELS = {
+    "msa_decode_cluster_sm90_kernel": (HOPPER, {"HMMA", "LDGSTS.E", "UCGABAR_ARV", "ST.E.128"}),
+    "msa_decode_merge_sm80_kernel": (PORTABLE, {"LDG.E.128"}),
+    "msa_decode_pair_sm90_kernel": (HOPPER, {"HMMA", "LDGSTS.E", "LDSM"}),
+    "msa_decode_sm80_kernel": (PORTABLE, {"HMMA", "LDGSTS.E"}),
+    "msa_decode_view_sm80_kernel": (PORTABLE, {"SHFL"}),
+    "msa_index_score_fill_sm80_kernel": (PORTABLE, set()),
+    "msa_index_score_stream_sm80_kernel": (PORTABLE, {"HMMA", "LDGSTS.E", "LDS.128"}),
+    "msa_index_score_stream_sm90_kernel": (HOPPER, {"HMMA", "UBLKCP", "SYNCS", "LDS.128"}),
+    "msa_index_score_tile_sm80_kernel": (PORTABLE, {"HMMA", "LDGSTS.E", "LDS.128"}),
+    "msa_index_score_tile_sm90_kernel": (HOPPER, {"HGMMA", "UTMALDG", "USETMAXREG"}),
     "msa_kv_block_schedule_count_sm80_kernel": (PORTABLE, {"MATCH"}),
     "msa_kv_block_schedule_fill_sm80_kernel": (PORTABLE, set()),
     "msa_kv_block_schedule_scan_sm80_kernel": (PORTABLE, {"SHFL"}),
@@ -25,6 +35,8 @@ HOT_KERNELS = {
     "msa_sparse_prefill_query_block_sm90_kernel": (HOPPER, {"HGMMA", "UTMALDG", "USETMAXREG"}),
     "msa_split_selection_sm80_kernel": (HOPPER, {"ATOMS"}),
     "msa_split_selection_scatter_sm80_kernel": (HOPPER, {"MATCH"}),
+    "msa_topk_blocks_sm80_kernel": (PORTABLE, {"VOTE", "SHFL"}),
+    "msa_write_cache_sm80_kernel": (PORTABLE, {"LDG.E.128", "STG.E.128"}),
 }
 
 
@@ -84,6 +96,17 @@ def test_the_instructions_it_exists_for(kernel):
         missing = {name for name in instructions if name not in body}
         assert not missing, f"{body.splitlines()[0]} has no {missing}"
         assert not re.search(r"\b(LDL|STL)\b", body), f"{body.splitlines()[0]} uses local memory"
+
+
+@pytest.mark.parametrize("kernel", ["kv_block", "query_block"])
+def test_fp8_caches_are_converted(kernel):
+    """One instantiation of each kernel converts e4m3 and multiplies float16; the other neither."""
+    name = f"msa_sparse_prefill_{kernel}_sm90_kernel"
+    bodies = re.split(r"\n\s*Function : ", dump("--dump-sass"))
+    bodies = [body for body in bodies[1:] if name in body.splitlines()[0]]
+    converting = ["F2FP.F16.E4M3.UNPACK_B" in body for body in bodies]
+    float16 = [bool(re.search(r"HGMMA\.64x128x16\.F32 ", body)) for body in bodies]
+    assert sorted(converting) == [False, True] and float16 == converting
 
 
 def test_every_kernel_is_listed():

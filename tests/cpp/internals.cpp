@@ -7,6 +7,7 @@
 #include "checks/tensor_checks.h"
 #include "configs/built_configs.h"
 #include "host/errors.h"
+#include "step1_score/score_plan.h"
 #include "step3_remap/kv_block_schedule_params.h"
 #include "step3_remap/prefill_plan.h"
 #include "step3_remap/work_plan.h"
@@ -105,22 +106,49 @@ PYBIND11_MODULE(_internals, module) {
                msa::throw_not_built(op.c_str(), parse_dtype(dtype), parse_dtype(cache_dtype));
              });
 
-  module.def("prefill_sizes",
-             [](int64_t num_tokens, int64_t num_kv_heads, int64_t group_size, int64_t topk,
-                int64_t num_rows, int64_t slot_bytes, int64_t budget_bytes) {
-               const msa::PrefillSizes sizes = msa::prefill_sizes(
-                   num_tokens, num_kv_heads, group_size, topk, num_rows, slot_bytes, budget_bytes);
-               py::dict result;
-               result["tile_tokens"] = sizes.tile_tokens;
-               result["group_tokens"] = sizes.group_tokens;
-               result["tiles"] = sizes.tiles;
-               result["slots"] = sizes.slots;
-               result["round_slots"] = sizes.round_slots;
-               result["rounds"] = sizes.rounds;
-               result["max_queries_per_item"] = sizes.max_queries_per_item;
-               result["max_items"] = sizes.max_items;
-               return result;
-             });
+  module.def("prefill_sizes", [](int64_t num_tokens, int64_t num_kv_heads, int64_t group_size,
+                                 int64_t topk, int64_t num_requests, int64_t max_pages,
+                                 int64_t slot_bytes, int64_t budget_bytes, bool batch_invariant) {
+    const msa::PrefillSizes sizes =
+        msa::prefill_sizes(num_tokens, num_kv_heads, group_size, topk, num_requests, max_pages,
+                           slot_bytes, budget_bytes, batch_invariant);
+    py::dict result;
+    result["narrow"] = sizes.narrow;
+    result["query_major"] = sizes.query_major;
+    result["short_call"] = sizes.short_call;
+    result["chunk_tiles"] = sizes.chunk_tiles;
+    result["chunks"] = sizes.chunks;
+    result["tile_places"] = sizes.tile_places;
+    result["tile_tokens"] = sizes.tile_tokens;
+    result["group_tokens"] = sizes.group_tokens;
+    result["tiles"] = sizes.tiles;
+    result["slots"] = sizes.slots;
+    result["round_slots"] = sizes.round_slots;
+    result["rounds"] = sizes.rounds;
+    result["max_queries_per_item"] = sizes.max_queries_per_item;
+    result["max_items"] = sizes.max_items;
+    return result;
+  });
+  // A request's part of a scoring launch: its tokens, their tiles, and the units before each tile.
+  module.def("score_plan", [](int64_t token_begin, int64_t token_end, int32_t max_blocks,
+                              int32_t log_tile, bool own, int32_t tile_cost, int32_t first,
+                              int32_t end, int32_t seq_len) {
+    const msa::ScoreCut cut{token_begin, token_end, max_blocks, log_tile, own ? 1 : 0, tile_cost};
+    const msa::RequestTokens tokens = msa::request_tokens(cut, first, end, seq_len);
+    py::list tiles;
+    int64_t units = 0;
+    for (int32_t tile = 0; tile < tokens.num_tiles(cut); ++tile) {
+      tiles.append(py::make_tuple(tokens.tile_tokens(cut, tile), tokens.tile_blocks(cut, tile),
+                                  msa::units_before(tokens, cut, tile)));
+      units += tokens.tile_blocks(cut, tile) + tile_cost;
+    }
+    py::list tile_of_unit;
+    for (int64_t unit = 0; unit < std::min<int64_t>(units, 5000); ++unit) {
+      tile_of_unit.append(msa::tile_of_unit(tokens, cut, unit));
+    }
+    return py::make_tuple(tokens.first_token, tokens.num_tokens, tokens.first_pos, tiles,
+                          msa::request_units(tokens, cut), tile_of_unit);
+  });
   module.def("row_items", &msa::row_items);
   module.def("item_begin", &msa::item_begin);
   module.def("max_work_items", &msa::max_work_items);

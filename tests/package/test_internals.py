@@ -106,6 +106,41 @@ def test_configurations_are_listed_once():
     assert len(rows) == len(set(rows)) > 10
 
 
+@given(
+    first=st.integers(0, 50),
+    q_len=st.integers(0, 700),
+    cached=st.integers(-300, 3000),
+    window=st.tuples(st.integers(0, 400), st.integers(0, 800)),
+    max_blocks=st.one_of(st.integers(0, 4), st.integers(0, 40)),
+    log_tile=st.integers(0, 8),
+    own=st.booleans(),
+    cost=st.integers(0, 3),
+)
+def test_units_of_a_scoring_launch(first, q_len, cached, window, max_blocks, log_tile, own, cost):
+    """The closed forms of the cut against counting: each token's blocks, in order, in one tile."""
+    begin, end, seq_len = window[0], sum(window), cached + q_len
+    cut = (begin, end, max_blocks, log_tile, own, cost if max_blocks else 0)
+    plan = internals.score_plan(*cut, first, first + q_len, seq_len)
+    first_token, num_tokens, first_pos, tiles, units, tile_of_unit = plan
+    wanted = {}  # token -> position, of those in the window that see something
+    for i in range(q_len):
+        if begin <= first + i < end and cached + i >= 0:
+            wanted[first + i] = cached + i
+    assert list(wanted) == list(range(first_token, first_token + num_tokens))
+    if wanted:
+        assert first_pos == wanted[first_token]
+    owners, counted, token = [], 0, first_token
+    for tile, (tokens, blocks, before) in enumerate(tiles):
+        assert before == counted and 1 <= tokens <= 1 << log_tile
+        last = wanted[token + tokens - 1]
+        assert blocks == min(last // 128 + own, max_blocks)
+        owners += [tile] * (blocks + cut[-1])
+        counted += blocks + cut[-1]
+        token += tokens
+    assert token == first_token + num_tokens and units == counted
+    assert tile_of_unit == owners[:5000]
+
+
 @given(st.integers(0, 5000), st.integers(1, 300))
 def test_items_cover_a_row_evenly(num_pairs, limit):
     items = internals.row_items(num_pairs, limit)
@@ -133,32 +168,59 @@ def test_work_items_of_any_selection_fit(row_pairs, limit):
     topk=st.integers(1, 32),
     budget_mib=st.sampled_from([1, 16, 256, 1024]),
     shares=st.lists(st.floats(0, 1), min_size=1, max_size=50),
+    invariant=st.booleans(),
 )
-def test_rounds_hold_any_selection(num_tokens, num_kv_heads, group_size, topk, budget_mib, shares):
-    """Tiles fill the slots one after another, each as full as its share: none overflows a round."""
+def test_rounds_hold_any_selection(
+    num_tokens, num_kv_heads, group_size, topk, budget_mib, shares, invariant
+):
+    """Chunks fill the slots one after another, each as full as its share: no round overflows."""
     slot_bytes, budget = group_size * 264, budget_mib << 20
-    rows = num_kv_heads * 512
     sizes = internals.prefill_sizes(
-        num_tokens, num_kv_heads, group_size, topk, rows, slot_bytes, budget
+        num_tokens, num_kv_heads, group_size, topk, 2, 256, slot_bytes, budget, invariant
     )
     tile_slots = sizes["tile_tokens"] * topk
+    chunk_slots = sizes["chunk_tiles"] * tile_slots
     assert sizes["tiles"] * sizes["tile_tokens"] >= num_tokens
-    assert sizes["slots"] * slot_bytes <= max(budget, 4 * tile_slots * slot_bytes)
+    assert sizes["chunks"] * sizes["chunk_tiles"] >= sizes["tiles"]
+    assert (sizes["chunks"] - 1) * sizes["chunk_tiles"] < sizes["tiles"]
+    assert sizes["chunk_tiles"] == 1 or chunk_slots <= 3072
+    assert sizes["slots"] * slot_bytes <= max(budget, 4 * chunk_slots * slot_bytes)
+    assert not (invariant and sizes["query_major"])
+    assert not sizes["short_call"] or (sizes["rounds"] == 1 and not sizes["query_major"])
     next_slot = 0
-    for tile in range(min(num_kv_heads * sizes["tiles"], 20_000)):
-        used = int(tile_slots * shares[tile % len(shares)])
+    for chunk in range(min(num_kv_heads * sizes["chunks"], 20_000)):
+        used = int(chunk_slots * shares[chunk % len(shares)])
         round_, first = divmod(next_slot, sizes["round_slots"])
         assert round_ < sizes["rounds"]
         if used <= num_kv_heads * num_tokens * topk - next_slot:
             assert first + used <= sizes["slots"]
             next_slot += used
-    # All of it left over, in tiles that the last one does not fill.
+    # All of it left over, in chunks that the last one does not fill.
     assert sizes["rounds"] * sizes["round_slots"] >= num_kv_heads * num_tokens * topk
 
 
+def test_a_tile_fits_its_table():
+    """At most two thirds full: probes stay short, and always end."""
+    for group_size in (1, 2, 4, 8, 16):
+        for topk in range(1, 33):
+            sizes = internals.prefill_sizes(5000, 4, group_size, topk, 1, 100, 1, 1 << 30, False)
+            entries, places = sizes["tile_tokens"] * topk, sizes["tile_places"]
+            assert 3 * entries <= 2 * places and places & (places - 1) == 0
+            assert places < 0x8000, "a place and the mark of a duplicate share 16 bits"
+
+
 def test_sizes_of_m3():
-    """8,192 tokens of M3 on one GPU: 2 GiB of partial results in rounds of 1 GiB."""
-    sizes = internals.prefill_sizes(8192, 4, 16, 16, 4 * 512, 16 * 264, 1 << 30)
+    """M3 on one GPU: 8,192 tokens leave up to 2 GiB of partial results, in rounds of under 1 GiB;
+    few tokens have no query-major tiles."""
+    sizes = internals.prefill_sizes(8192, 4, 16, 16, 1, 512, 16 * 264, 1 << 30, False)
     assert sizes["tile_tokens"] == 12 and sizes["group_tokens"] == 4 and sizes["tiles"] == 683
-    assert sizes["rounds"] == 3 and sizes["slots"] == (1 << 30) // (16 * 264)
+    assert sizes["rounds"] == 3 and sizes["round_slots"] == -(-8192 * 64 // 3)
     assert sizes["max_queries_per_item"] == 96
+    assert sizes["query_major"] and not sizes["short_call"]
+    for tokens, query_major, short in ((171, False, True), (512, False, True), (792, True, False)):
+        sizes = internals.prefill_sizes(tokens, 4, 16, 16, 1, 512, 16 * 264, 1 << 30, False)
+        assert (sizes["query_major"], sizes["short_call"]) == (query_major, short)
+    for pages, invariant, narrow in ((16, False, True), (17, False, False), (16, True, False)):
+        sizes = internals.prefill_sizes(2000, 4, 16, 16, 3, pages, 16 * 264, 1 << 30, invariant)
+        assert sizes["narrow"] == narrow
+        assert not narrow or sizes["tiles"] >= 2000 // 12 + 3  # each request may end in a part

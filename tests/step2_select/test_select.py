@@ -161,6 +161,32 @@ def test_bits_do_not_depend_on_the_batch(device, require):
         assert same_bits(msa_kernels.select_blocks(*case.index_args), ids)
 
 
+@pytest.mark.parametrize("heads", [1, 3, 4, 16])
+@pytest.mark.parametrize("dtype", INDEX_DTYPES, ids=dtype_name)
+def test_chunks_on_long_prefixes(device, require, dtype, heads):
+    """Tiles of many tokens, ragged, across several blocks of their own; exact, with ties."""
+    require("select_blocks", dtype, dtype)
+    for lengths in ([(300, 5000), (1, 2700), (0, 400), (131, 3000 + 131)], [(257, 2500)]):
+        case = make_case(
+            lengths, hq=heads, hkv=heads, index_dtype=dtype, values="integer", device=device
+        )
+        case.block_table[0, 7] = -1
+        expected = reference.select_blocks(*case.index_args)
+        assert_ids(msa_kernels.select_blocks(*case.index_args), expected)
+
+
+@pytest.mark.parametrize("lengths", [[(290, 6000), (20, 3000)], [(8, 5000)] * 40])
+def test_wide_table_changes_nothing(device, require, lengths):
+    """Columns that no request reaches: however a call is cut for them, the ids are the same."""
+    require("select_blocks", torch.bfloat16, torch.bfloat16)
+    case = make_case(lengths, hq=8, hkv=8, dtype=torch.bfloat16, device=device)
+    ids = msa_kernels.select_blocks(*case.index_args)
+    wide = torch.full((len(lengths), 8193), 2**31 - 1, dtype=torch.int32, device=device)
+    wide[:, : case.block_table.size(1)] = case.block_table
+    again = msa_kernels.select_blocks(case.index_q, case.index_k_cache, wide, *case.batch[1:])
+    assert same_bits(again, ids)
+
+
 @pytest.mark.slow
 def test_a_very_long_context(device, require):
     require("select_blocks", torch.bfloat16, torch.bfloat16)

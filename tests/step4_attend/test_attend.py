@@ -124,6 +124,55 @@ def test_every_verify_length(device, require, op, q_len):
     check(op, make_case([*lengths, (0, 50)], device=device))
 
 
+@pytest.mark.parametrize(
+    "hq,hkv,topk,selection",
+    [
+        (32, 2, 16, "random"),
+        (16, 1, 32, "same"),
+        (8, 1, 7, "duplicates"),
+        (6, 3, 1, "holes_and_tail"),
+        (2, 2, 16, "int64"),
+    ],
+)
+@pytest.mark.parametrize("dtypes", [DTYPES[1], DTYPES[2]], ids=dtype_name)
+def test_many_verify_steps(device, require, op, dtypes, hq, hkv, topk, selection):
+    """Enough tokens of enough requests that kernels may share blocks between neighbours."""
+    require(op, *dtypes)
+    lengths = [(1 + r % 8, 20 + 37 * r) for r in range(64)]
+    case = make_case(
+        lengths,
+        hq=hq,
+        hkv=hkv,
+        topk=topk,
+        selection=selection,
+        dtype=dtypes[0],
+        cache_dtype=dtypes[1],
+        layout="interleaved",
+        shared_prefix=4,
+        padding_rows=2,
+        device=device,
+    )
+    check(op, case)
+
+
+def test_a_token_has_the_same_bits_beside_any_other(device, require):
+    """A decode token's sums do not depend on its neighbours in the batch."""
+    require("sparse_decode", torch.bfloat16, torch.bfloat16)
+    lengths = [(4, 150 + 83 * r) for r in range(64)]
+    case = make_case(lengths, hq=8, hkv=2, dtype=torch.bfloat16, padding_rows=0, device=device)
+    out, lse = run("sparse_decode", case)
+    # Moved by one row, every token stands beside another one.
+    moved = case.with_(
+        q=torch.cat([case.q[:1], case.q]),
+        ids=torch.cat([case.ids[:, :1], case.ids], dim=1),
+        cu_seqlens_q=torch.cat([case.cu_seqlens_q[:1], case.cu_seqlens_q + 1]),
+        seq_lens=torch.cat([torch.ones_like(case.seq_lens[:1]), case.seq_lens]),
+        block_table=torch.cat([case.block_table[:1], case.block_table]),
+    )
+    again, again_lse = run("sparse_decode", moved)
+    assert same_bits(again[1:], out) and same_bits(again_lse[1:], lse)
+
+
 def test_future_of_the_own_block_is_masked(device, require, op):
     """Poison right behind the query, at every kind of offset within its block."""
     require(op)
@@ -138,7 +187,8 @@ def test_later_tokens_of_the_request_may_be_wild(device, require, op, value):
     """NaN or Inf in a token that some queries see and others do not stays with those that see
     it."""
     require(op)
-    case = make_case([(90, 300)], hq=4, hkv=2, device=device)
+    # The second request only makes the call large enough for every kernel.
+    case = make_case([(90, 300), (60, 500)], hq=4, hkv=2, device=device)
     for token, head in ((250, 0), (255, 1), (256, 0), (299, 1)):
         page = case.block_table[0, token // BLOCK].long()
         case.v_cache[page, head, token % BLOCK, 3:7] = value
@@ -155,10 +205,14 @@ def test_later_tokens_of_the_request_may_be_wild(device, require, op, value):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("hq,hkv", [(16, 1), (8, 1), (4, 1), (2, 2)])
 def test_a_wild_number_stays_with_those_that_selected_its_block(
-    device, require, op, hq, hkv, value
+    device, require, request, op, hq, hkv, value
 ):
     """Neighbours share all blocks but one, whose V holds NaN or Inf; those without it are whole."""
     require(op)
+    kernel = msa_kernels.is_supported(op, device, torch.bfloat16)[1]
+    if (op, kernel) == ("sparse_prefill", "sm90") and hq // hkv >= 8:
+        reason = "docs/kernels/sparse_prefill.md, Open: query-major tiles give it to the fourth"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     case = make_case([(40, 2560)], hq=hq, hkv=hkv, device=device)
     case.ids[:, :, :15] = torch.arange(15, device=device)
     case.ids[:, :40, 15] = 19
@@ -174,20 +228,21 @@ def test_a_wild_number_stays_with_those_that_selected_its_block(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_wild_number_spoils_its_own_column_only(device, require, op, value):
-    """Few keys, so that the neighbours of a NaN or Inf weigh much; later tokens see it, others do
-    not."""
+@pytest.mark.parametrize("hq,hkv", [(32, 2), (16, 2), (4, 2)])
+def test_wild_values_leave_their_neighbours_alone(device, require, op, hq, hkv, value):
+    """NaN or Inf in some columns of V: the others of the row count, and here for much."""
     require(op)
-    case = make_case([(6, 6), (3, 130)], hq=4, hkv=2, device=device)
-    for request, token, column in ((0, 2, 3), (1, 128, 66)):
+    case = make_case([(90, 300), (150, 150)], hq=hq, hkv=hkv, device=device)
+    for request, token, head in ((0, 250, 0), (0, 256, 1), (1, 77, 1)):
         page = case.block_table[request, token // BLOCK].long()
-        case.v_cache[page, :, token % BLOCK, column] = value
+        case.v_cache[page, head, token % BLOCK, 3:7] = value
+        case.v_cache[page, head, token % BLOCK, [2, 7, 90]] = 192.0
     out, _ = run(op, case)
     exact, _ = reference.sparse_attention(*case.attend_args)
     assert torch.equal(out.isfinite(), exact.isfinite())
     finite = exact.isfinite()
-    assert int((~finite).sum()) == (4 + 2) * 4
     torch.testing.assert_close(out[finite].float(), exact[finite], **near(out.dtype))
+    assert bool(out[50:90, 0, 3:7].isfinite().any(dim=0).logical_not().all())
 
 
 @pytest.mark.parametrize("empty_rows", ["lengths", "ids"])
@@ -468,11 +523,15 @@ def test_shared_prefix_pages(device, require, op):
     check(op, make_case(lengths, shared_prefix=16, layout="offset", device=device))
 
 
-@pytest.mark.parametrize("requests", [132, 133])
-def test_many_requests(device, require, op, requests):
+@pytest.mark.parametrize(
+    "requests", [1, 2, 3, 5, 7, 8, 11, 17, 22, 30, 33, 44, 50, 66, 67, 100, 132, 133]
+)
+def test_every_size_of_a_call(device, require, op, requests):
+    """A kernel may cut a row in parts by the number of rows: every such number must do."""
     require(op)
-    lengths = [(1, 1 + 37 * (r % 40)) for r in range(requests)]
-    check(op, make_case(lengths, hq=4, hkv=1, device=device))
+    lengths = [(1, 1 + 37 * ((7 * r + requests) % 70)) for r in range(requests)]
+    group = (1, 2, 4, 8, 16)[requests % 5]
+    check(op, make_case(lengths, hq=group, hkv=1, padding_rows=0, device=device))
 
 
 @pytest.mark.slow

@@ -77,6 +77,16 @@ def test_layouts_and_heads(device, require, layout, hq, hkv):
     check(case, by_request=False)
 
 
+@pytest.mark.parametrize("dtypes", [DTYPES[1], DTYPES[2]], ids=dtype_name)
+@pytest.mark.parametrize("max_pages,hkv", [(64, 1), (65, 2), (200, 1), (1100, 1), (1100, 4)])
+def test_wide_tables(device, require, dtypes, max_pages, hkv):
+    """What a kernel cuts a row in may follow the table's width: short rows leave parts empty."""
+    require("paged_decode", *dtypes)
+    lengths = [(1, 5000), (1, 130), (2, 7999), (1, 1)]
+    options = dict(dtype=dtypes[0], cache_dtype=dtypes[1], device=device)
+    check(make_case(lengths, hq=4 * hkv, hkv=hkv, max_pages=max_pages, **options))
+
+
 def test_lengths_past_the_table(device, require):
     """A row longer than its table is taken as long as the table."""
     require("paged_decode")

@@ -28,18 +28,19 @@ inline auto tensor_map_encoder(const char* op) {
   return encode;
 }
 
-// bfloat16 map with 128-byte swizzle; sizes and boxes in elements, strides in bytes (the first axis
-// is contiguous and has none).
+// Map with 128-byte swizzle; sizes and boxes in elements, strides in bytes (the first axis is
+// contiguous and has none).
 template <int kDims>
 CUtensorMap make_tensor_map(const char* op, const void* data, const uint64_t (&sizes)[kDims],
-                            const uint64_t (&strides)[kDims - 1], const uint32_t (&box)[kDims]) {
+                            const uint64_t (&strides)[kDims - 1], const uint32_t (&box)[kDims],
+                            CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16) {
   CUtensorMap map;
   uint32_t element_strides[kDims];
   for (uint32_t& stride : element_strides) stride = 1;
   const CUresult result = tensor_map_encoder(op)(
-      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kDims, const_cast<void*>(data), sizes, strides, box,
-      element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      &map, type, kDims, const_cast<void*>(data), sizes, strides, box, element_strides,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw_runtime_error(op, concat("cuTensorMapEncodeTiled failed with code ", int{result}));
   }
@@ -57,6 +58,34 @@ __device__ __forceinline__ void copy_box(void* shared, const CUtensorMap* map, u
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared_address(shared)),
       "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
+// For copy_box: the L2 cache gives up these lines before others.
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ void copy_box(void* shared, const CUtensorMap* map, uint64_t* barrier,
+                                         int c0, int c1, int c2, int c3, int c4, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4),
+      "l"(policy)
+      : "memory");
+}
+
+// Contiguous bytes to shared memory, without a map; they arrive on `barrier`. Addresses and size
+// are multiples of 16.
+__device__ __forceinline__ void copy_bytes(void* shared, const void* global, uint32_t bytes,
+                                           uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 }
 

@@ -1,4 +1,5 @@
-// Warpgroup products m64n128k16 of bfloat16 with float32 accumulators, on 128-byte-swizzled tiles.
+// Warpgroup products m64n128k16 of bfloat16 (or float16) with float32 accumulators, on
+// 128-byte-swizzled tiles.
 #pragma once
 
 #include <cstdint>
@@ -47,31 +48,49 @@ namespace detail {
 using cute::SM90::GMMA::Major;
 using cute::SM90::GMMA::ScaleOut;
 
-template <size_t... kIndex>
+template <typename Product, size_t... kIndex>
 __device__ __forceinline__ void product_ss(uint64_t a, uint64_t b, Accumulator& sum, bool add,
                                            std::index_sequence<kIndex...>) {
-  cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<Major::K, Major::K>::fma(
-      a, b, sum[kIndex]..., add ? ScaleOut::One : ScaleOut::Zero);
+  Product::fma(a, b, sum[kIndex]..., add ? ScaleOut::One : ScaleOut::Zero);
 }
 
-template <size_t... kIndex>
+template <typename Product, size_t... kIndex>
 __device__ __forceinline__ void product_rs(const uint32_t (&a)[4], uint64_t b, Accumulator& sum,
                                            bool add, std::index_sequence<kIndex...>) {
-  cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<Major::K, Major::MN>::fma(
-      a[0], a[1], a[2], a[3], b, sum[kIndex]..., add ? ScaleOut::One : ScaleOut::Zero);
+  Product::fma(a[0], a[1], a[2], a[3], b, sum[kIndex]..., add ? ScaleOut::One : ScaleOut::Zero);
 }
 
 }  // namespace detail
 
 // sum (+)= A B^T for A [64][16] and B [128][16], both with k contiguous in shared memory.
 __device__ __forceinline__ void multiply_ss(uint64_t a, uint64_t b, Accumulator& sum, bool add) {
-  detail::product_ss(a, b, sum, add, std::make_index_sequence<64>());
+  using cute::SM90::GMMA::Major;
+  using Product = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<Major::K, Major::K>;
+  detail::product_ss<Product>(a, b, sum, add, std::make_index_sequence<64>());
+}
+
+// The same of float16.
+__device__ __forceinline__ void multiply_ss_float16(uint64_t a, uint64_t b, Accumulator& sum,
+                                                    bool add) {
+  using cute::SM90::GMMA::Major;
+  using Product = cute::SM90::GMMA::MMA_64x128x16_F32F16F16_SS<Major::K, Major::K>;
+  detail::product_ss<Product>(a, b, sum, add, std::make_index_sequence<64>());
 }
 
 // sum (+)= A B for A [64][16] in registers and B [16][128] in shared memory with n contiguous.
 __device__ __forceinline__ void multiply_rs(const uint32_t (&a)[4], uint64_t b, Accumulator& sum,
                                             bool add) {
-  detail::product_rs(a, b, sum, add, std::make_index_sequence<64>());
+  using cute::SM90::GMMA::Major;
+  using Product = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<Major::K, Major::MN>;
+  detail::product_rs<Product>(a, b, sum, add, std::make_index_sequence<64>());
+}
+
+// The same of float16.
+__device__ __forceinline__ void multiply_rs_float16(const uint32_t (&a)[4], uint64_t b,
+                                                    Accumulator& sum, bool add) {
+  using cute::SM90::GMMA::Major;
+  using Product = cute::SM90::GMMA::MMA_64x128x16_F32F16F16_RS<Major::K, Major::MN>;
+  detail::product_rs<Product>(a, b, sum, add, std::make_index_sequence<64>());
 }
 
 template <int kRegisters>

@@ -65,6 +65,8 @@ void select_unit(const SelectBlocksParams& params, const ScoreRows& rows, Select
 
 }  // namespace
 
+int64_t select_blocks_workspace_bytes(const SelectBlocksParams&) { return 0; }
+
 void run_select_blocks(const SelectBlocksParams& params, const ExecContext& context) {
   const ScoreGrid grid(params.batch, params.ids.num_heads);
   for_each_unit<SelectScratch>(

@@ -54,8 +54,9 @@ void cut_into_items(const KVBlockScheduleParams& params, int64_t num_rows) {
   int64_t count = 0;
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t begin = params.row_ptr[row], num_pairs = params.row_ptr[row + 1] - begin;
-    const int64_t items = row_items(num_pairs, params.max_queries_per_item);
-    for (int64_t item = 0; item < items; ++item) {
+    const uint32_t items = row_items(static_cast<uint32_t>(num_pairs),
+                                     static_cast<uint32_t>(params.max_queries_per_item));
+    for (uint32_t item = 0; item < items; ++item) {
       int32_t* fields = params.work_items + 3 * count++;
       fields[0] = static_cast<int32_t>(row);
       fields[1] = static_cast<int32_t>(begin + item_begin(num_pairs, items, item));
@@ -89,6 +90,6 @@ void run_kv_block_schedule(const KVBlockScheduleParams& params, const ExecContex
   cut_into_items(params, num_rows);
 }
 
-int64_t kv_block_schedule_workspace_bytes(int64_t) { return 0; }
+int64_t kv_block_schedule_workspace_bytes(const KVBlockScheduleParams&) { return 0; }
 
 }  // namespace msa

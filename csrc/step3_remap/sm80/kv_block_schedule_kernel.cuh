@@ -2,17 +2,20 @@
 // over rows (KV head, request, block), and the even work items that a persistent attention grid
 // takes.
 //
-// Four launches in stream order, no host knowledge of the selection:
+// Launches in stream order, no host knowledge of the selection:
 //   clear    counters, chain and item count to 0                         (memset)
-//   count    a lane an entry, 32 tokens of one (KV head, k) a warp; lanes that hit the same row add
-//            once (hot rows such as block 0, selected by every token, are the normal case)
-//   scan     kScanRows rows a CTA, chained: CTA i adds what CTA i - 1 published. Writes row_ptr and
-//            the work items of its rows, and turns each counter into the row's write cursor
-//   scatter  as count, each entry to its row's cursor
+//   count    a CTA a (KV head, kChunkTokens tokens): its entries into a histogram of its requests'
+//            rows in shared memory, each with its rank there; the histogram into the counters,
+//            which gives the CTA's base in each row. Too many rows: straight into the counters
+//   scan     kScanThreads rows a CTA; a warp of each adds up what the CTAs before published, back
+//            to one that knows all before it. Writes row_ptr and the work items of its rows, and
+//            turns each counter into the row's first pair
+//   scatter  each entry to row begin + base + rank, without atomics
+//   fill     -1 past the last pair and item
 //
 // Portable, sm_80 and up. Chain: CTAs take tickets, so that a CTA waits only for running ones.
-// Order of the pairs within a row is not fixed: the cursors are atomic. What is computed from them
-// is: a partial result lies in a slot of its own, whatever tile it was computed in.
+// Order of the pairs within a row is not fixed: the ranks come of atomics. What is computed from
+// them is: a partial result lies in a slot of its own, whatever tile it was computed in.
 // Limits: num_rows, Hkv * T * K and the items fit int32 (checked on the host).
 #pragma once
 
@@ -21,30 +24,32 @@
 #include "device/dependent_launch.cuh"
 #include "device/positions.cuh"
 #include "step3_remap/kv_block_schedule_params.h"
+#include "step3_remap/sm80/token_chunk.cuh"
 #include "step3_remap/work_plan.h"
 
 namespace msa::kv_block_schedule::sm80 {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512;
+constexpr int kChunkTokens = 256;
 constexpr int kScanThreads = 512;
-constexpr int kRowsPerThread = 1;
-constexpr int kScanRows = kScanThreads * kRowsPerThread;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// Pairs and work items in one 64-bit sum: bits 0-30 pairs, 31-61 items, 62 published.
+// Pairs and work items in one 64-bit sum: bits 0-30 pairs, 31-61 items; then what a CTA has
+// published of its rows: 62 their own sum, 63 the sum of all rows up to its last.
 using Sums = unsigned long long;
 constexpr int kItemShift = 31;
 constexpr Sums kFieldMask = (1ull << 31) - 1;
-constexpr Sums kPublished = 1ull << 62;
+constexpr Sums kOwn = 1ull << 62, kInclusive = 1ull << 63;
+constexpr Sums kSumsMask = kOwn - 1;
 
 struct Workspace {
   uint32_t* counters;  // [num_rows], then each row's cursor
-  Sums* chain;         // [scan CTAs], inclusive sums
+  Sums* chain;         // [scan CTAs]
   uint32_t* ticket;    // [1]
 };
 
 inline __host__ __device__ int64_t scan_ctas(int64_t num_rows) {
-  return num_rows > kScanRows ? (num_rows + kScanRows - 1) / kScanRows : 1;
+  return num_rows > kScanThreads ? (num_rows + kScanThreads - 1) / kScanThreads : 1;
 }
 
 // chain first: it needs 8-byte alignment.
@@ -56,54 +61,88 @@ inline __host__ __device__ Workspace split_workspace(void* workspace, int64_t nu
   return result;
 }
 
-// Calls visit(row, pair) once a thread, with whole warps; row -1 where the lane has nothing to add.
-template <typename Visit>
-__device__ __forceinline__ void visit_entry(const KVBlockScheduleParams& params,
-                                            const Visit& visit) {
-  const uint32_t window = static_cast<uint32_t>(params.token_end - params.token_begin);
-  const uint32_t padded = (window + 31) / 32 * 32;  // the lanes of a warp share head and slot
-  const uint32_t topk = static_cast<uint32_t>(params.ids.topk);
-  const uint32_t unit = blockIdx.x * kThreads + threadIdx.x;
-  const uint32_t head_slot = unit / padded, token_in_window = unit % padded;
-  const uint32_t head = head_slot / topk, slot = head_slot % topk;
-  if (head >= params.ids.num_heads) return;  // whole warps
-  const int32_t token = static_cast<int32_t>(params.token_begin + token_in_window);
-  int32_t row = -1;
-  if (token_in_window < window) {
-    const TokenPosition position = find_position(params.batch, token);
-    const int32_t block =
-        selected_block(params.ids, params.batch, params.num_pages, position, head, token, slot);
-    if (block >= 0) {
-      row = static_cast<int32_t>(
-          (head * params.batch.num_requests + position.request) * params.batch.max_pages + block);
-    }
-  }
-  visit(row, token * static_cast<int32_t>(topk) + static_cast<int32_t>(slot));
+inline int64_t counter_bytes(int64_t num_rows) {
+  const auto end = split_workspace(nullptr, num_rows).ticket + 1;
+  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(end));
 }
 
-// Adds one for every lane at its row's counter, once for lanes of the same row; returns what the
-// lane would have read. All lanes of the warp call it.
-__device__ __forceinline__ uint32_t add_one(uint32_t* counters, int32_t row) {
-  const unsigned peers = __match_any_sync(kAllLanes, row);
-  const int lane = threadIdx.x % 32, leader = __ffs(peers) - 1;
-  uint32_t first = 0;
-  if (lane == leader && row >= 0) first = atomicAdd(counters + row, __popc(peers));
-  first = __shfl_sync(kAllLanes, first, leader);
-  return first + __popc(peers & ((1u << lane) - 1));
+// Between count and scatter.
+struct Ranks {
+  uint32_t* entry_rank;  // [Hkv * T * K]: among its chunk's entries of the same row
+  uint32_t* chunk_base;  // [Hkv * chunks][chunk_rows]: the row's entries of other chunks before
+  int64_t chunk_rows;
+  int32_t chunks;  // of a head
+};
+
+struct Chunk : TokenChunk {
+  int32_t head;
+  int64_t first_row;    // of the first request, among all rows
+  int64_t first_entry;  // of the first token, among all entries
+};
+
+__device__ __forceinline__ Chunk load_chunk(const KVBlockScheduleParams& params, const Ranks& ranks,
+                                            TokenPosition* positions) {
+  Chunk chunk;
+  chunk.head = static_cast<int32_t>(blockIdx.x) / ranks.chunks;
+  chunk.first_token = static_cast<int32_t>(blockIdx.x) % ranks.chunks * kChunkTokens;
+  chunk.tokens =
+      min(kChunkTokens, static_cast<int32_t>(params.batch.num_tokens) - chunk.first_token);
+  locate_tokens(params.batch, ranks.chunk_rows, chunk, positions);
+  chunk.first_row =
+      (chunk.head * params.batch.num_requests + chunk.first_request) * params.batch.max_pages;
+  chunk.first_entry = (chunk.head * params.batch.num_tokens + chunk.first_token) * params.ids.topk;
+  return chunk;
+}
+
+// Calls visit(entry of the chunk, row of the chunk, pair) for the entries that count.
+template <typename Visit>
+__device__ __forceinline__ void visit_entries(const KVBlockScheduleParams& params,
+                                              const Chunk& chunk, const TokenPosition* positions,
+                                              const Visit& visit) {
+  const auto topk = static_cast<uint32_t>(params.ids.topk);
+#pragma unroll 2
+  for (uint32_t entry = threadIdx.x; entry < chunk.tokens * topk; entry += kThreads) {
+    const uint32_t token = entry / topk;
+    const int32_t block = selected_block(params.ids, params.batch, 0, positions[token], chunk.head,
+                                         chunk.first_token + token, entry % topk);
+    if (block < 0) continue;
+    visit(entry, chunk.row_of(params.batch, positions[token].request, block),
+          static_cast<int32_t>(chunk.first_token * topk + entry));
+  }
 }
 
 static __global__ void __launch_bounds__(kThreads)
     msa_kv_block_schedule_count_sm80_kernel(const __grid_constant__ KVBlockScheduleParams params,
-                                            const Workspace workspace) {
-  visit_entry(params, [&](int32_t row, int32_t) { add_one(workspace.counters, row); });
+                                            const Workspace workspace, const Ranks ranks) {
+  extern __shared__ uint32_t histogram[];
+  __shared__ TokenPosition positions[kChunkTokens];
+  const Chunk chunk = load_chunk(params, ranks, positions);
+  for (int row = threadIdx.x; row < chunk.rows; row += kThreads) histogram[row] = 0;
+  __syncthreads();
+  uint32_t* const counters = workspace.counters + chunk.first_row;
+  visit_entries(params, chunk, positions, [&](uint32_t entry, int64_t row, int32_t) {
+    ranks.entry_rank[chunk.first_entry + entry] =
+        atomicAdd(chunk.rows > 0 ? histogram + row : counters + row, 1);
+  });
+  __syncthreads();
+  for (int row = threadIdx.x; row < chunk.rows; row += kThreads) {
+    if (histogram[row] == 0) continue;
+    ranks.chunk_base[blockIdx.x * ranks.chunk_rows + row] =
+        atomicAdd(counters + row, histogram[row]);
+  }
 }
 
 static __global__ void __launch_bounds__(kThreads)
     msa_kv_block_schedule_scatter_sm80_kernel(const __grid_constant__ KVBlockScheduleParams params,
-                                              const Workspace workspace) {
-  visit_entry(params, [&](int32_t row, int32_t pair) {
-    const uint32_t place = add_one(workspace.counters, row);
-    if (row >= 0) params.pairs[place] = pair;
+                                              const Workspace workspace, const Ranks ranks) {
+  __shared__ TokenPosition positions[kChunkTokens];
+  const Chunk chunk = load_chunk(params, ranks, positions);
+  const uint32_t* const begins = workspace.counters + chunk.first_row;
+  const uint32_t* const bases = ranks.chunk_base + blockIdx.x * ranks.chunk_rows;
+  visit_entries(params, chunk, positions, [&](uint32_t entry, int64_t row, int32_t pair) {
+    const uint32_t place = begins[row] + (chunk.rows > 0 ? bases[row] : 0) +
+                           ranks.entry_rank[chunk.first_entry + entry];
+    params.pairs[place] = pair;
   });
 }
 
@@ -122,7 +161,7 @@ static __global__ void __launch_bounds__(kThreads)
   }
 }
 
-__device__ __forceinline__ Sums sums_of_row(uint32_t num_pairs, int64_t max_queries_per_item) {
+__device__ __forceinline__ Sums sums_of_row(uint32_t num_pairs, uint32_t max_queries_per_item) {
   return static_cast<Sums>(row_items(num_pairs, max_queries_per_item)) << kItemShift | num_pairs;
 }
 
@@ -148,82 +187,91 @@ __device__ __forceinline__ Sums scan_threads(Sums value, Sums& total) {
   return before + inclusive - value;
 }
 
+// Publishes a CTA's sum and returns that of all CTAs before it; one warp.
+__device__ __forceinline__ Sums sum_of_earlier(Sums* chain, int32_t cta, Sums own) {
+  const int lane = threadIdx.x % 32;
+  if (lane == 0) atomicExch(chain + cta, own | (cta == 0 ? kInclusive : kOwn));
+  Sums earlier = 0;
+  for (int32_t last = cta - 1; last >= 0; last -= 32) {
+    const int32_t mine = last - lane;
+    Sums seen = mine >= 0 ? 0 : kOwn;
+    while (__any_sync(kAllLanes, seen == 0)) {
+      if (seen == 0) seen = *const_cast<const volatile Sums*>(chain + mine);
+    }
+    const unsigned inclusive = __ballot_sync(kAllLanes, (seen & kInclusive) != 0);
+    const int stop = inclusive ? __ffs(inclusive) - 1 : 31;
+    Sums part = lane <= stop ? seen & kSumsMask : 0;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      part += __shfl_xor_sync(kAllLanes, part, distance);
+    }
+    earlier += part;
+    if (inclusive) break;
+  }
+  if (lane == 0 && cta > 0) atomicExch(chain + cta, (earlier + own) | kInclusive);
+  return earlier;
+}
+
 struct ScanParams {
   int64_t num_rows;
-  int64_t max_queries_per_item;
+  uint32_t max_queries_per_item;
   int32_t* row_ptr;         // [num_rows + 1], or null
   int32_t* work_items;      // [.., 3]
   int32_t* num_work_items;  // [1], or null
   // Rows in equal ranges, whose first work items are wanted too (row fields then count from the
   // range's first row): range_items [num_rows / range_rows + 1]. range_rows 0: none.
-  int64_t range_rows;
+  uint32_t range_rows;
   int32_t* range_items;
 };
 
 static __global__ void __launch_bounds__(kScanThreads)
     msa_kv_block_schedule_scan_sm80_kernel(const __grid_constant__ ScanParams params,
                                            const Workspace workspace) {
-  const int64_t num_rows = params.num_rows;
+  start_next_kernel();
   wait_for_previous_kernel();
   __shared__ uint32_t shared_ticket;
   __shared__ Sums shared_before;
   if (threadIdx.x == 0) shared_ticket = atomicAdd(workspace.ticket, 1);
   __syncthreads();
-  const int64_t cta = shared_ticket;
-  const int64_t first_row = cta * kScanRows + threadIdx.x * kRowsPerThread;
-
-  uint32_t counts[kRowsPerThread];
-  Sums mine = 0;
-#pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) {
-    counts[i] = first_row + i < num_rows ? workspace.counters[first_row + i] : 0;
-    mine += sums_of_row(counts[i], params.max_queries_per_item);
-  }
+  const auto num_rows = static_cast<uint32_t>(params.num_rows);
+  const uint32_t cta = shared_ticket, row = cta * kScanThreads + threadIdx.x;
+  const uint32_t count = row < num_rows ? workspace.counters[row] : 0;
+  const Sums mine = sums_of_row(count, params.max_queries_per_item);
   Sums total;
   Sums before = scan_threads(mine, total);
-  if (threadIdx.x == 0) {
-    Sums earlier = 0;
-    if (cta > 0) {
-      const volatile Sums* previous = workspace.chain + cta - 1;
-      do earlier = *previous;
-      while (!(earlier & kPublished));
-      earlier &= ~kPublished;
-    }
-    atomicExch(workspace.chain + cta, (earlier + total) | kPublished);
-    shared_before = earlier;
-    if (cta + 1 == scan_ctas(num_rows)) {
-      const Sums all = earlier + total;
-      const auto items = static_cast<int32_t>(all >> kItemShift);
-      if (params.row_ptr) params.row_ptr[num_rows] = static_cast<int32_t>(all & kFieldMask);
-      if (params.num_work_items) *params.num_work_items = items;
-      if (params.range_rows) params.range_items[num_rows / params.range_rows] = items;
+  if (threadIdx.x < 32) {
+    const Sums earlier = sum_of_earlier(workspace.chain, cta, total);
+    if (threadIdx.x == 0) {
+      shared_before = earlier;
+      if (cta + 1 == gridDim.x) {
+        const Sums all = earlier + total;
+        const auto items = static_cast<int32_t>(all >> kItemShift);
+        if (params.row_ptr) params.row_ptr[num_rows] = static_cast<int32_t>(all & kFieldMask);
+        if (params.num_work_items) *params.num_work_items = items;
+        if (params.range_rows) params.range_items[num_rows / params.range_rows] = items;
+      }
     }
   }
   __syncthreads();
   before += shared_before;
+  if (row >= num_rows) return;
 
-#pragma unroll
-  for (int i = 0; i < kRowsPerThread; ++i) {
-    const int64_t row = first_row + i;
-    if (row >= num_rows) break;
-    const int32_t begin = static_cast<int32_t>(before & kFieldMask);
-    int64_t item = static_cast<int64_t>(before >> kItemShift);
-    int64_t row_field = row;
-    if (params.row_ptr) params.row_ptr[row] = begin;
-    if (params.range_rows) {
-      row_field = row % params.range_rows;
-      if (row_field == 0) params.range_items[row / params.range_rows] = static_cast<int32_t>(item);
-    }
-    workspace.counters[row] = begin;
-    const int64_t items = row_items(counts[i], params.max_queries_per_item);
-    for (int64_t part = 0; part < items; ++part, ++item) {
-      params.work_items[3 * item] = static_cast<int32_t>(row_field);
-      params.work_items[3 * item + 1] =
-          begin + static_cast<int32_t>(item_begin(counts[i], items, part));
-      params.work_items[3 * item + 2] =
-          begin + static_cast<int32_t>(item_begin(counts[i], items, part + 1));
-    }
-    before += sums_of_row(counts[i], params.max_queries_per_item);
+  const auto begin = static_cast<int32_t>(before & kFieldMask);
+  const auto first_item = static_cast<int32_t>(before >> kItemShift);
+  uint32_t row_field = row;
+  if (params.row_ptr) params.row_ptr[row] = begin;
+  if (params.range_rows) {
+    row_field = row % params.range_rows;
+    if (row_field == 0) params.range_items[row / params.range_rows] = first_item;
+  }
+  workspace.counters[row] = begin;
+  int32_t* item = params.work_items + 3 * static_cast<int64_t>(first_item);
+  const uint32_t items = row_items(count, params.max_queries_per_item);
+#pragma unroll 1
+  for (uint32_t part = 0; part < items; ++part, item += 3) {
+    item[0] = static_cast<int32_t>(row_field);
+    item[1] = begin + static_cast<int32_t>(item_begin(count, items, part));
+    item[2] = begin + static_cast<int32_t>(item_begin(count, items, part + 1));
   }
 }
 

@@ -264,5 +264,7 @@ void run_paged_decode(const AttendParams& params, const ExecContext& context) {
 }
 
 int64_t sparse_prefill_workspace_bytes(const SparseAttendParams&, const ExecContext&) { return 0; }
+int64_t sparse_decode_workspace_bytes(const SparseAttendParams&, const ExecContext&) { return 0; }
+int64_t paged_decode_workspace_bytes(const AttendParams&, const ExecContext&) { return 0; }
 
 }  // namespace msa

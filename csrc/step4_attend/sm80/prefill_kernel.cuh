@@ -202,8 +202,8 @@ __device__ __forceinline__ void multiply_q_k(const uint32_t (&q)[kHeadDim / 16][
     for (int pair = 0; pair < kUnitKeys / 16; ++pair) {
       uint32_t k[4];
       load_matrices(k, (first ^ step * 32) + pair * 16 * kUnitRowBytes);
-      multiply_add(s[2 * pair], q[step], k[0], k[1]);
-      multiply_add(s[2 * pair + 1], q[step], k[2], k[3]);
+      multiply_bf16(s[2 * pair], q[step], k[0], k[1]);
+      multiply_bf16(s[2 * pair + 1], q[step], k[2], k[3]);
     }
   }
 }
@@ -223,8 +223,8 @@ __device__ __forceinline__ void multiply_p_v(const uint32_t (&p)[kUnitKeys / 16]
       for (int pair = group; pair < group + kPairs; ++pair) {
         uint32_t v[4];
         load_matrices_transposed(v, (first ^ pair * 32) + step * 16 * kUnitRowBytes);
-        multiply_add(o[2 * pair], p[step], v[0], v[1]);
-        multiply_add(o[2 * pair + 1], p[step], v[2], v[3]);
+        multiply_bf16(o[2 * pair], p[step], v[0], v[1]);
+        multiply_bf16(o[2 * pair + 1], p[step], v[2], v[3]);
       }
     }
   }

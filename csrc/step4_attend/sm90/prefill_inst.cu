@@ -11,7 +11,9 @@
 #include "device/dependent_launch.cuh"
 #include "device/persistent_grid.cuh"
 #include "step3_remap/sm80/kv_block_schedule_kernel.cuh"
-#include "step3_remap/sm80/split_selection_kernel.cuh"
+#include "step3_remap/sm90/split_narrow_kernel.cuh"
+#include "step3_remap/sm90/split_selection_kernel.cuh"
+#include "step3_remap/sm90/split_short_kernel.cuh"
 #include "step4_attend/attend_params.h"
 #include "step4_attend/sm90/prefill_kv_block_kernel.cuh"
 #include "step4_attend/sm90/prefill_merge_kernel.cuh"
@@ -22,9 +24,10 @@ namespace {
 
 namespace prefill = sparse_prefill::sm90;
 namespace remap = kv_block_schedule::sm80;
-namespace split = split_selection::sm80;
+namespace split = split_selection::sm90;
 
 constexpr int64_t kPartialBytesBudget = int64_t{1} << 30;
+constexpr int kSplitSharedLimit = 160 * 1024;  // what a chunk of any shape needs at most
 
 // The plan of a call and the partial results of a round, cut from its workspace.
 struct Workspace {
@@ -35,23 +38,23 @@ struct Workspace {
   int64_t bytes;
 };
 
+PrefillSizes sizes_of(const SparseAttendParams& params) {
+  return prefill_sizes(params.batch.num_tokens, params.num_kv_heads, params.group_size,
+                       params.ids.topk, params.batch.num_requests, params.batch.max_pages,
+                       params.group_size * (kHeadDim * 2 + int64_t{sizeof(float2)}),
+                       kPartialBytesBudget, params.batch_invariant);
+}
+
 Workspace cut_workspace(const SparseAttendParams& params) {
   Workspace work{};
   PrefillPlan& plan = work.plan;
   const int64_t topk = params.ids.topk, heads = params.num_kv_heads;
+  const PrefillSizes& sizes = plan.sizes = sizes_of(params);
+  const int64_t head_rows = params.batch.num_requests * params.batch.max_pages;
   plan.num_tokens = params.batch.num_tokens;
-  plan.tile_capacity = 4 * topk;
-  plan.num_rows = heads * params.batch.num_requests * params.batch.max_pages;
-  const PrefillSizes sizes = prefill_sizes(
-      plan.num_tokens, heads, params.group_size, topk, plan.num_rows,
-      params.group_size * (kHeadDim * 2 + int64_t{sizeof(float2)}), kPartialBytesBudget);
-  plan.tile_tokens = sizes.tile_tokens;
-  plan.group_tokens = sizes.group_tokens;
-  plan.tiles = sizes.tiles;
-  plan.rounds = sizes.rounds;
-  plan.round_slots = sizes.round_slots;
-  plan.max_queries_per_item = sizes.max_queries_per_item;
-  plan.max_items = sizes.max_items;
+  plan.tile_capacity = sizes.narrow ? sizes.tile_tokens * topk : 4 * topk;
+  plan.num_rows = heads * head_rows;
+  plan.chunk_rows = std::min(head_rows, int64_t{kHistogramRows});
   const int64_t all_slots = heads * plan.num_tokens * topk;
 
   uint8_t* const base = static_cast<uint8_t*>(params.workspace);
@@ -61,23 +64,37 @@ Workspace cut_workspace(const SparseAttendParams& params) {
     array = reinterpret_cast<Element*>(base + offset);
     offset += (count * int64_t{sizeof(Element)} + 255) / 256 * 256;
   };
+  if (sizes.narrow) {
+    take(plan.tile_blocks, heads * sizes.tiles);
+    take(plan.tile_round, heads * sizes.tiles);
+    take(plan.tile_place, heads * sizes.tiles);
+    take(plan.tile_list, heads * sizes.tiles * plan.tile_capacity);
+    take(plan.leftovers, heads * plan.num_tokens);
+    work.bytes = offset;
+    return work;
+  }
   take(work.partials.out, sizes.slots * params.group_size * kHeadDim);
   take(work.partials.state, sizes.slots * params.group_size);
-  take(plan.tile_blocks, heads * plan.tiles);
-  take(plan.tile_round, heads * plan.tiles);
-  take(plan.tile_list, heads * plan.tiles * plan.tile_capacity);
   take(plan.leftovers, heads * plan.num_tokens);
   take(plan.first_slot, heads * plan.num_tokens);
-  take(plan.leftover_mask, heads * plan.num_tokens);
   take(plan.pairs, all_slots);
-  take(plan.work_items, plan.max_items * 3);
+  take(plan.work_items, sizes.max_items * 3);
   work.counters_begin = offset;
-  take(plan.round_items, plan.rounds + 1);  // cleared, for calls without any row
-  uint8_t* counters;
-  take(counters, kv_block_schedule_workspace_bytes(plan.num_rows * plan.rounds));
-  take(plan.next_slot, 1);
+  take(plan.round_items, sizes.rounds + 1);  // cleared, for calls without any row
   work.counters_end = offset;
-  work.counters = remap::split_workspace(counters, plan.num_rows * plan.rounds);
+  if (!sizes.short_call) {
+    uint8_t* counters;
+    take(counters, remap::counter_bytes(plan.num_rows * sizes.rounds));
+    work.counters = remap::split_workspace(counters, plan.num_rows * sizes.rounds);
+    take(plan.next_slot, 1);
+    work.counters_end = offset;
+    take(plan.tile_blocks, heads * sizes.tiles);
+    take(plan.tile_round, heads * sizes.tiles);
+    take(plan.tile_list, heads * sizes.tiles * plan.tile_capacity);
+    take(plan.leftover_mask, heads * plan.num_tokens);
+    take(plan.entry_rank, all_slots);
+    take(plan.chunk_base, heads * sizes.chunks * plan.chunk_rows);
+  }
   work.bytes = offset;
   return work;
 }
@@ -98,6 +115,15 @@ CUtensorMap make_q_map(const SparseAttendParams& params, const ExecContext& cont
 
 CUtensorMap make_kv_map(const PagedView& cache, const SparseAttendParams& params,
                         const ExecContext& context) {
+  if (cache.dtype == DType::kFloat8E4M3) {
+    return msa::sm90::make_tensor_map<5>(
+        context.op, cache.data,
+        {kHeadDim, kBlock, 1, static_cast<uint64_t>(params.num_kv_heads),
+         static_cast<uint64_t>(cache.num_pages)},
+        {static_cast<uint64_t>(cache.token_stride), 16, static_cast<uint64_t>(cache.head_stride),
+         static_cast<uint64_t>(cache.page_stride)},
+        {kHeadDim, kBlock, 1, 1, 1}, CU_TENSOR_MAP_DATA_TYPE_UINT8);
+  }
   return msa::sm90::make_tensor_map<5>(
       context.op, cache.data,
       {64, kBlock, 2, static_cast<uint64_t>(params.num_kv_heads),
@@ -107,13 +133,83 @@ CUtensorMap make_kv_map(const PagedView& cache, const SparseAttendParams& params
       {64, kBlock, 2, 1, 1});
 }
 
-}  // namespace
-
-int64_t sparse_prefill_sm90_workspace_bytes(const SparseAttendParams& params) {
-  return cut_workspace(params).bytes;
+split::SplitParams split_params(const SparseAttendParams& params, const PrefillPlan& plan) {
+  return {params.ids, params.batch, params.k_cache.num_pages, plan};
 }
 
-void run_sparse_prefill_sm90(const SparseAttendParams& params, const ExecContext& context) {
+void plan_short_call(const SparseAttendParams& params, const PrefillPlan& plan,
+                     const ExecContext& context) {
+  constexpr auto kernel = split::msa_split_selection_short_sm90_kernel;
+  // The largest it ever asks for; the launch takes what this call needs.
+  resident_ctas<kernel>(context.op, context.device, split::kShortThreads,
+                        split::short_shared_bytes(kShortEntries, kShortRows));
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = static_cast<unsigned>(params.num_kv_heads);
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(params.num_kv_heads));
+  config.blockDim = dim3(split::kShortThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(split::short_shared_bytes(
+      plan.num_tokens * params.ids.topk, params.batch.num_requests * params.batch.max_pages));
+  config.stream = static_cast<cudaStream_t>(context.stream);
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  check_cuda(context.op, cudaLaunchKernelEx(&config, kernel, split_params(params, plan)),
+             "launching the plan of a short call");
+}
+
+void plan_narrow_call(const SparseAttendParams& params, const PrefillPlan& plan,
+                      const ExecContext& context) {
+  constexpr int64_t kWarps = split::kNarrowThreads / 32;
+  const int64_t warps = params.num_kv_heads * plan.sizes.tiles;
+  split::msa_split_selection_narrow_sm90_kernel<<<
+      static_cast<unsigned>(std::max(int64_t{1}, (warps + kWarps - 1) / kWarps)),
+      split::kNarrowThreads, 0, static_cast<cudaStream_t>(context.stream)>>>(
+      {split_params(params, plan), params.out, params.lse, params.group_size});
+  check_cuda(context.op, cudaGetLastError(), "launching the plan of a narrow call");
+}
+
+void plan_call(const SparseAttendParams& params, const Workspace& work,
+               const ExecContext& context) {
+  const auto stream = static_cast<cudaStream_t>(context.stream);
+  const PrefillPlan& plan = work.plan;
+  uint8_t* const counters = static_cast<uint8_t*>(params.workspace) + work.counters_begin;
+  check_cuda(context.op,
+             cudaMemsetAsync(counters, 0, work.counters_end - work.counters_begin, stream),
+             "clearing the counters");
+  const auto shared_bytes = static_cast<int>(
+      split::split_shared_bytes(plan.sizes.chunk_tiles, plan.sizes.tile_places,
+                                plan.sizes.tile_tokens * params.ids.topk, plan.chunk_rows));
+  resident_ctas<split::msa_split_selection_sm90_kernel>(context.op, context.device, split::kThreads,
+                                                        kSplitSharedLimit);
+  split::msa_split_selection_sm90_kernel<<<static_cast<unsigned>(params.num_kv_heads *
+                                                                 plan.sizes.chunks),
+                                           split::kThreads, shared_bytes, stream>>>(
+      split_params(params, plan), work.counters.counters);
+  check_cuda(context.op, cudaGetLastError(), "launching the split of the selection");
+  const int64_t rows = plan.num_rows * plan.sizes.rounds;
+  launch_dependent(context.op, "launching the scan of the remap",
+                   remap::msa_kv_block_schedule_scan_sm80_kernel, remap::scan_ctas(rows),
+                   remap::kScanThreads, 0, stream,
+                   remap::ScanParams{rows, static_cast<uint32_t>(plan.sizes.max_queries_per_item),
+                                     nullptr, plan.work_items, nullptr,
+                                     static_cast<uint32_t>(plan.num_rows), plan.round_items},
+                   work.counters);
+  launch_dependent(context.op, "launching the scatter of the remap",
+                   split::msa_split_selection_scatter_sm90_kernel,
+                   params.num_kv_heads * plan.sizes.chunks * split::kScatterParts,
+                   split::kScatterThreads, 0, stream, split_params(params, plan),
+                   work.counters.counters);
+}
+
+template <DType kCache>
+void run(const SparseAttendParams& params, const ExecContext& context) {
+  constexpr auto kv_block_kernel = prefill::msa_sparse_prefill_kv_block_sm90_kernel<kCache>;
+  constexpr auto query_block_kernel = prefill::msa_sparse_prefill_query_block_sm90_kernel<kCache>;
+  constexpr auto merge_kernel = prefill::msa_sparse_prefill_merge_sm90_kernel<kCache>;
+  constexpr int kSharedBytes = prefill::kSharedBytes<kCache>;
+  constexpr int kTileSharedBytes = prefill::kTileSharedBytes<kCache>;
   const auto stream = static_cast<cudaStream_t>(context.stream);
   Workspace work = cut_workspace(params);
   PrefillPlan& plan = work.plan;
@@ -122,59 +218,55 @@ void run_sparse_prefill_sm90(const SparseAttendParams& params, const ExecContext
   const CUtensorMap v_map = make_kv_map(params.v_cache, params, context);
   const float scale_log2 = params.scale * 1.44269504088896340736f;
   const auto log_group = static_cast<int32_t>(std::lround(std::log2(params.group_size)));
-  const int kv_ctas = resident_ctas<prefill::msa_sparse_prefill_kv_block_sm90_kernel>(
-      context.op, context.device, prefill::kThreads, prefill::kSharedBytes);
-  const int tile_ctas = resident_ctas<prefill::msa_sparse_prefill_query_block_sm90_kernel>(
-      context.op, context.device, prefill::kThreads, prefill::kTileSharedBytes);
-  const int merge_ctas = resident_ctas<prefill::msa_sparse_prefill_merge_sm90_kernel>(
-      context.op, context.device, prefill::kMergeWarps * 32, 0);
+  const int kv_ctas =
+      resident_ctas<kv_block_kernel>(context.op, context.device, prefill::kThreads, kSharedBytes);
+  const int tile_ctas = resident_ctas<query_block_kernel>(context.op, context.device,
+                                                          prefill::kThreads, kTileSharedBytes);
+  const int merge_ctas =
+      resident_ctas<merge_kernel>(context.op, context.device, prefill::kMergeWarps * 32, 0);
 
-  uint8_t* const counters = static_cast<uint8_t*>(params.workspace) + work.counters_begin;
-  check_cuda(context.op,
-             cudaMemsetAsync(counters, 0, work.counters_end - work.counters_begin, stream),
-             "clearing the counters");
-  const split::SplitParams split_params{params.ids, params.batch, params.k_cache.num_pages, plan,
-                                        params.group_size >= 8};
-  const int64_t tile_entries = plan.tile_tokens * params.ids.topk;
-  const auto split_kernel = tile_entries <= 256   ? split::msa_split_selection_sm80_kernel<256, 2>
-                            : tile_entries <= 512 ? split::msa_split_selection_sm80_kernel<512, 4>
-                                                  : split::msa_split_selection_sm80_kernel<1024, 6>;
-  split_kernel<<<static_cast<unsigned>(params.num_kv_heads * plan.tiles), split::kThreads, 0,
-                 stream>>>(split_params, work.counters.counters);
-  check_cuda(context.op, cudaGetLastError(), "launching the split of the selection");
-  const int64_t rows = plan.num_rows * plan.rounds;
-  launch_dependent(context.op, "launching the scan of the remap",
-                   remap::msa_kv_block_schedule_scan_sm80_kernel, remap::scan_ctas(rows),
-                   remap::kScanThreads, 0, stream,
-                   remap::ScanParams{rows, plan.max_queries_per_item, nullptr, plan.work_items,
-                                     nullptr, plan.num_rows, plan.round_items},
-                   work.counters);
-  const int64_t entries =
-      params.num_kv_heads * params.ids.topk * ((plan.num_tokens + 31) / 32 * 32);
-  launch_dependent(context.op, "launching the scatter of the remap",
-                   split::msa_split_selection_scatter_sm80_kernel,
-                   (entries + split::kThreads - 1) / split::kThreads, split::kThreads, 0, stream,
-                   split_params, work.counters.counters);
+  if (plan.sizes.narrow) {
+    plan_narrow_call(params, plan, context);
+  } else if (plan.sizes.short_call) {
+    plan_short_call(params, plan, context);
+  } else {
+    plan_call(params, work, context);
+  }
 
-  for (int32_t round = 0; round < plan.rounds; ++round) {
-    const prefill::KVBlockParams attend{params.batch, params.v_cache,  work.partials,
-                                        plan.pairs,   plan.work_items, plan.round_items + round,
-                                        scale_log2,   log_group};
-    launch_dependent(context.op, "launching the KV-block-major kernel",
-                     prefill::msa_sparse_prefill_kv_block_sm90_kernel, kv_ctas, prefill::kThreads,
-                     prefill::kSharedBytes, stream, attend, q_map, k_map, v_map);
+  for (int32_t round = 0; round < plan.sizes.rounds; ++round) {
+    if (!plan.sizes.narrow) {
+      const prefill::KVBlockParams attend{params.batch, params.v_cache,  work.partials,
+                                          plan.pairs,   plan.work_items, plan.round_items + round,
+                                          scale_log2,   log_group,       params.k_scale};
+      launch_dependent(context.op, "launching the KV-block-major kernel", kv_block_kernel, kv_ctas,
+                       prefill::kThreads, kSharedBytes, stream, attend, q_map, k_map, v_map);
+    }
     const prefill::FinishParams finish{
-        params.batch, params.v_cache, work.partials,       plan,      params.out,
-        params.lse,   scale_log2,     params.num_kv_heads, log_group, round};
-    if (params.group_size >= 8) {
-      launch_dependent(context.op, "launching the query-major kernel",
-                       prefill::msa_sparse_prefill_query_block_sm90_kernel, tile_ctas,
-                       prefill::kThreads, prefill::kTileSharedBytes, stream, finish, q_map, k_map,
+        params.batch, params.v_cache,      work.partials, plan,  params.out,     params.lse,
+        scale_log2,   params.num_kv_heads, log_group,     round, params.k_scale, params.v_scale};
+    if (plan.sizes.query_major) {
+      launch_dependent(context.op, "launching the query-major kernel", query_block_kernel,
+                       tile_ctas, prefill::kThreads, kTileSharedBytes, stream, finish, q_map, k_map,
                        v_map);
     }
-    launch_dependent(context.op, "launching the merge",
-                     prefill::msa_sparse_prefill_merge_sm90_kernel, merge_ctas,
-                     prefill::kMergeWarps * 32, 0, stream, finish);
+    if (!plan.sizes.narrow) {
+      launch_dependent(context.op, "launching the merge", merge_kernel, merge_ctas,
+                       prefill::kMergeWarps * 32, 0, stream, finish);
+    }
+  }
+}
+
+}  // namespace
+
+int64_t sparse_prefill_sm90_workspace_bytes(const SparseAttendParams& params) {
+  return cut_workspace(params).bytes;
+}
+
+void run_sparse_prefill_sm90(const SparseAttendParams& params, const ExecContext& context) {
+  if (params.k_cache.dtype == DType::kFloat8E4M3) {
+    run<DType::kFloat8E4M3>(params, context);
+  } else {
+    run<DType::kBFloat16>(params, context);
   }
 }
 

@@ -8,14 +8,15 @@
 //   query-major kernel or the merge) weighs and adds its slots. No running softmax, no atomics: a
 //   slot's bits do not depend on the tile it was computed in.
 //
+// clang-format off
 // Grid      persistent, one CTA an SM; CTA i takes work items i, i + gridDim, ...
 // Roles     role            warps   registers  does
-//           consumer 0..2   0-11    152        tiles w, w + 3, ... of an item: 64 rows = 64 / G
-//           tokens K/V producer    12      56         one box a K block, one a V block q producers
-//           13-15   56         warp 13 + w gathers the tiles of consumer w, a box a token
-// Shared    name      layout                                      bytes
-//           k         2 stages [half of d][128 tokens][64 d]      65,536   128-byte swizzle
-//           v         2 stages, the same                          65,536
+//           consumer 0..2   0-11    152        tiles w, w + 3, ... of an item: 64 / G tokens each
+//           K/V producer    12      56         one box a K block, one a V block
+//           q producers     13-15   56         warp 13 + w gathers tiles of consumer w, a box a token
+// Shared    name      layout                                              bytes
+//           k         2 stages [half of d][128 tokens][64 d]              65,536   128-byte swizzle
+//           v         2 stages, the same                                  65,536
 //           q         2 stages a consumer [row group][half of d][8 rows][64 d]  98,304
 // Barriers  name      arrivals                   who arrives            who waits
 //           k_full    1 + bytes of a block       K/V producer           consumers
@@ -28,28 +29,32 @@
 //           tile: a parity wait tolerates a lag of one phase.
 // Timeline  consumer: wait K, V, q | S = Q K^T | q_empty | softmax | O = P V | store | next tile
 //           the three consumers are out of step: one's softmax runs under another's products
+// FP8       the K/V producer brings the pages into their own blocks (prefill_fp8_page.cuh), and
+//           each of the four producers converts a quarter of both: k_landed and v_landed (1 + bytes
+//           of a page) say that a page is there, k_full and v_full (4) that it is a block. Weights
+//           are float16, as V is, and V is waited for after the softmax.
 // Unseen    of K: masked columns are replaced before use. Of V: 0 * NaN is NaN, so in blocks that
-// some
-//           token sees in part only, the consumers zero the rows at or past the request's length
-//           and those that hold NaN or Inf, before the block's first use, and add the latter back,
-//           from the cache, to the rows that do see them.
-// Limits    bfloat16, D = 128, G in {1, 2, 4, 8, 16}.
+//           some token sees in part only, rows at or past the request's length, and NaN and Inf,
+//           become 0 before the block's first use, by the consumers (FP8: the producers); NaN and
+//           Inf are added back, from the cache, to the rows that do see them.
+// Limits    bfloat16 q, D = 128, G in {1, 2, 4, 8, 16}.
+// clang-format on
 #pragma once
 
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
+
+#include <type_traits>
 
 #include "device/dependent_launch.cuh"
 #include "device/positions.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/tma.cuh"
 #include "device/sm90/wgmma.cuh"
+#include "step4_attend/sm90/prefill_fp8_page.cuh"
 #include "step4_attend/sm90/prefill_kv_block_tile.h"
 
 namespace msa::sparse_prefill::sm90 {
-
-using namespace msa::sm90;
-
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct WorkItem {
   int32_t head, request, block, begin, end;
@@ -83,12 +88,68 @@ __device__ __forceinline__ void for_items(const KVBlockParams& params, const Loa
   }
 }
 
+using Fp8Storage = SharedStorage<DType::kFloat8E4M3>;
+
+// FP8: has the item's K arrived? Whole warp.
+__device__ __forceinline__ bool has_landed(Fp8Storage& shared,
+                                           const RingPosition<kKVStages>& ring) {
+  return __shfl_sync(kAllLanes, barrier_test(&shared.conversion.k_landed[ring.stage], ring.phase),
+                     0);
+}
+
+// FP8: a producer warp's quarter of the item's pages becomes a quarter of its blocks.
+__device__ __forceinline__ void convert_item(Fp8Storage& shared, RingPosition<kKVStages>& ring,
+                                             int producer) {
+  constexpr int kRows = kBlock / kProducers;
+  const int stage = ring.stage, offset = producer * kRows * 128;
+  const bool first_lane = threadIdx.x % 32 == 0;
+  uint8_t *k = shared.k[stage] + offset, *v = shared.v[stage] + offset;
+  barrier_wait(&shared.conversion.k_landed[stage], ring.phase);
+  convert_page<Converted::kBFloat16, kRows / 8>(k + kPageBytes / 2, k, false, 0, nullptr);
+  fence_async_proxy();
+  __syncwarp();
+  if (first_lane) barrier_arrive(&shared.k_full[stage]);
+  barrier_wait(&shared.conversion.v_landed[stage], ring.phase);
+  const ItemInfo& item = shared.items[stage];
+  const int32_t written = item.written - producer * kRows;
+  static_assert(kRows == 32, "a word of `wild` is a producer's");
+  convert_page<Converted::kFloat16, kRows / 8>(v + kPageBytes / 2, v, item.masked, written,
+                                               &shared.wild[stage][producer]);
+  fence_async_proxy();
+  __syncwarp();
+  if (first_lane) barrier_arrive(&shared.v_full[stage]);
+  ring.advance();
+}
+
+// FP8: brings the pages of an item into their own blocks, where the producers convert them.
+__device__ __forceinline__ void copy_fp8_pages(const CUtensorMap* k_map, const CUtensorMap* v_map,
+                                               Fp8Storage& shared,
+                                               const RingPosition<kKVStages>& ring,
+                                               const ItemInfo& item, float scale_log2) {
+  const int stage = ring.stage;
+  barrier_wait(&shared.kv_empty[stage], ring.phase ^ 1);
+  shared.items[stage] = item;
+  shared.conversion.scale_log2[stage] = scale_log2;
+  for (uint32_t& rows : shared.wild[stage]) rows = 0;
+  const auto copy = [&](const CUtensorMap* map, uint8_t* block, uint64_t* landed) {
+    barrier_arrive_expect(landed, kFp8PageBytes);
+    copy_box(block + kPageBytes / 2, map, landed, 0, 0, 0, item.head, item.page);
+  };
+  copy(k_map, shared.k[stage], &shared.conversion.k_landed[stage]);
+  copy(v_map, shared.v[stage], &shared.conversion.v_landed[stage]);
+}
+
+template <DType kCache>
 __device__ __forceinline__ void produce_kv(const KVBlockParams& params, const CUtensorMap* k_map,
-                                           const CUtensorMap* v_map, SharedStorage& shared) {
+                                           const CUtensorMap* v_map,
+                                           SharedStorage<kCache>& shared) {
   const int lane = threadIdx.x % 32;
   const int log_tile_tokens = 6 - params.log_group;
   RingPosition<kKVStages> ring;
   int32_t head = 0, page = 0, tiles = 0, written = 0, masked = 0;
+  float scale_log2 = 0.0f;  // FP8
+  // A block is read once, or by neighbours at a time: the partial results are what to keep.
+  const uint64_t policy = evict_first_policy();
   for_items(
       params,
       [&](const WorkItem& item) {
@@ -99,34 +160,45 @@ __device__ __forceinline__ void produce_kv(const KVBlockParams& params, const CU
         const int32_t new_tokens = first_token_of(params.batch, item.request + 1) -
                                    first_token_of(params.batch, item.request);
         masked = written - new_tokens < kBlock - 1;  // the first of them stands before its end
+        if constexpr (kIsFp8<kCache>) {
+          scale_log2 = params.scale_log2 * scale_of(params.k_scale, item.head);
+        }
       },
       [&](int32_t i, int32_t) {
         const int32_t item_head = __shfl_sync(kAllLanes, head, i);
         const int32_t item_page = __shfl_sync(kAllLanes, page, i);
         const ItemInfo info{__shfl_sync(kAllLanes, tiles, i), __shfl_sync(kAllLanes, written, i),
                             item_page, item_head, __shfl_sync(kAllLanes, masked, i) != 0};
-        if (lane == 0) {
+        if constexpr (kIsFp8<kCache>) {
+          const float item_scale = __shfl_sync(kAllLanes, scale_log2, i);
+          if (lane == 0) copy_fp8_pages(k_map, v_map, shared, ring, info, item_scale);
+          __syncwarp();
+          convert_item(shared, ring, 0);
+          return;
+        } else if (lane == 0) {
           barrier_wait(&shared.kv_empty[ring.stage], ring.phase ^ 1);
           shared.items[ring.stage] = info;
           for (uint32_t& rows : shared.wild[ring.stage]) rows = 0;
           barrier_arrive_expect(&shared.k_full[ring.stage], kPageBytes);
           copy_box(shared.k[ring.stage], k_map, &shared.k_full[ring.stage], 0, 0, 0, item_head,
-                   item_page);
+                   item_page, policy);
           barrier_arrive_expect(&shared.v_full[ring.stage], kPageBytes);
           copy_box(shared.v[ring.stage], v_map, &shared.v_full[ring.stage], 0, 0, 0, item_head,
-                   item_page);
+                   item_page, policy);
         }
         ring.advance();
       });
 }
 
 // Lane i brings token i, i + 32, ... of a tile, and says where its result goes.
+template <DType kCache>
 __device__ __forceinline__ void produce_q(const KVBlockParams& params, const CUtensorMap* q_map,
-                                          SharedStorage& shared, int consumer) {
+                                          SharedStorage<kCache>& shared, int consumer) {
   const int lane = threadIdx.x % 32;
   const int group = 1 << params.log_group, tile_tokens = kTileRows >> params.log_group;
   const int first_stage = consumer * kQStagesPerConsumer;
   RingPosition<kQStagesPerConsumer> ring;
+  RingPosition<kKVStages> kv;  // FP8
   int32_t head = 0, begin = 0, end = 0, first_valid = 0;
   Pair next{};  // of the lane, in the tile after the current one
   const auto load_pair = [&](int32_t first, int32_t item_end) {
@@ -151,7 +223,7 @@ __device__ __forceinline__ void produce_q(const KVBlockParams& params, const CUt
         const int32_t next_end = i + 1 < count ? __shfl_sync(kAllLanes, end, i + 1) : 0;
         if (i == 0) load_pair(item_begin, item_end);
         if (item_begin >= item_end) load_pair(next_begin, next_end);
-        for (int32_t first = item_begin; first < item_end; first += kConsumers * tile_tokens) {
+        const auto gather = [&](int32_t first) {
           Pair pair = next;
           const int32_t following = first + kConsumers * tile_tokens;
           load_pair(following < item_end ? following : next_begin,
@@ -184,7 +256,16 @@ __device__ __forceinline__ void produce_q(const KVBlockParams& params, const CUt
             }
           }
           ring.advance();
+        };
+        int32_t first = item_begin;
+        if constexpr (kIsFp8<kCache>) {  // a tile first, rather than wait for the pages
+          if (first < item_end && !has_landed(shared, kv)) {
+            gather(first);
+            first += kConsumers * tile_tokens;
+          }
+          convert_item(shared, kv, 1 + consumer);
         }
+        for (; first < item_end; first += kConsumers * tile_tokens) gather(first);
       });
 }
 
@@ -201,8 +282,26 @@ struct Row {
   int32_t valid;  // keys of the block that the token may see, 1 to 128
 };
 
+// A weight that float16 holds stands for 2^-15 of it: its smallest ones, 2^-24 (the largest is 1),
+// would cut weights off that bfloat16 keeps. Sums and maxima carry the factor along.
+template <DType kCache>
+constexpr float kWeightExponent = kIsFp8<kCache> ? 15.0f : 0.0f;
+
+// Two weights as the next product takes them: in the type that V has in shared memory.
+template <DType kCache>
+__device__ __forceinline__ uint32_t pack_weights(float first, float second) {
+  if constexpr (kIsFp8<kCache>) {
+    const __half2 pair = __floats2half2_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
 // Softmax of one block for the rows of this thread: s becomes p, in registers in the order of the
 // next product's first operand.
+template <DType kCache>
 __device__ __forceinline__ void softmax(Accumulator& s, const Row (&rows)[2], float scale_log2,
                                         uint32_t (&p)[32], float (&maximum)[2], float (&sum)[2]) {
   const int quad = threadIdx.x % 4;
@@ -226,6 +325,7 @@ __device__ __forceinline__ void softmax(Accumulator& s, const Row (&rows)[2], fl
     largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 1));
     largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 2));
     maximum[r] = largest[r] * scale_log2;
+    if constexpr (kIsFp8<kCache>) maximum[r] -= kWeightExponent<kCache>;
     reference[r] = maximum[r] == -INFINITY ? 0.0f : maximum[r];
     sum[r] = 0.0f;
   }
@@ -235,8 +335,7 @@ __device__ __forceinline__ void softmax(Accumulator& s, const Row (&rows)[2], fl
     const float first = exp2_fast(fmaf(s[i], scale_log2, -reference[r]));
     const float second = exp2_fast(fmaf(s[i + 1], scale_log2, -reference[r]));
     sum[r] += first + second;
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
-    p[i / 2] = *reinterpret_cast<const uint32_t*>(&pair);
+    p[i / 2] = pack_weights<kCache>(first, second);
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -279,8 +378,14 @@ __device__ __forceinline__ bool is_wild(uint32_t pair) {  // NaN or Inf in one o
   return (pair & 0x7f80u) == 0x7f80u || (pair & 0x7f800000u) == 0x7f800000u;
 }
 
-// Zeroes the rows of V that must not meet a weight of 0: at or past `written`, and those with NaN
-// or Inf, which it notes in `wild`. By all consumers.
+__device__ __forceinline__ uint32_t without_wild(uint32_t pair) {  // NaN and Inf as 0
+  if ((pair & 0x7f80u) == 0x7f80u) pair &= 0xffff0000u;
+  if ((pair & 0x7f800000u) == 0x7f800000u) pair &= 0xffffu;
+  return pair;
+}
+
+// Zeroes what of V must not meet a weight of 0: rows at or past `written`, and NaN and Inf, whose
+// rows it notes in `wild`. By all consumers.
 __device__ __forceinline__ void clean_values(uint8_t* v, int32_t written, uint32_t* wild) {
   constexpr int kRowVectors = 8;  // 16-byte vectors of half a row
   for (int i = threadIdx.x; i < kBlock * kRowVectors * 2; i += kConsumers * 128) {
@@ -291,7 +396,8 @@ __device__ __forceinline__ void clean_values(uint8_t* v, int32_t written, uint32
       *vector = make_uint4(0, 0, 0, 0);
     } else if (is_wild(bits.x) || is_wild(bits.y) || is_wild(bits.z) || is_wild(bits.w)) {
       atomicOr(&wild[row / 32], 1u << row % 32);
-      *vector = make_uint4(0, 0, 0, 0);
+      *vector = make_uint4(without_wild(bits.x), without_wild(bits.y), without_wild(bits.z),
+                           without_wild(bits.w));
     }
   }
   fence_async_proxy();
@@ -300,6 +406,7 @@ __device__ __forceinline__ void clean_values(uint8_t* v, int32_t written, uint32
 
 // Adds what clean_values took out to the rows that see it: their result is NaN or Inf, as it should
 // be.
+template <DType kCache>
 __device__ __forceinline__ void add_wild_values(const PagedView& v_cache, int32_t page,
                                                 int32_t head, const uint32_t* wild,
                                                 const int32_t (&valid)[2], Accumulator& o) {
@@ -307,14 +414,15 @@ __device__ __forceinline__ void add_wild_values(const PagedView& v_cache, int32_
   for (int word = 0; word < kBlock / 32; ++word) {
     for (uint32_t left = wild[word]; left != 0; left &= left - 1) {
       const int row = word * 32 + __ffs(left) - 1;
-      const __nv_bfloat16* values = static_cast<const __nv_bfloat16*>(v_cache.data) +
-                                    page * v_cache.page_stride + head * v_cache.head_stride +
-                                    row * v_cache.token_stride + quad * 2;
+      using Element = std::conditional_t<kIsFp8<kCache>, __nv_fp8_e4m3, __nv_bfloat16>;
+      const Element* values = static_cast<const Element*>(v_cache.data) +
+                              page * v_cache.page_stride + head * v_cache.head_stride +
+                              row * v_cache.token_stride + quad * 2;
 #pragma unroll
       for (int i = 0; i < 64; ++i) {
         const int r = i / 2 % 2;
         if (row < valid[r]) {
-          const float value = __bfloat162float(values[i / 4 * 8 + i % 2]);
+          const float value = static_cast<float>(values[i / 4 * 8 + i % 2]);
           if (!isfinite(value)) o[i] += value;
         }
       }
@@ -324,14 +432,20 @@ __device__ __forceinline__ void add_wild_values(const PagedView& v_cache, int32_
 
 // s = Q K^T: 64 query rows by the 128 keys of a page, both in shared memory as two halves of D; q
 // and k are bytes from the bases. Added to a base before the call, they cost other registers.
+template <bool kFloat16 = false>
 __device__ __forceinline__ void multiply_q_k(uint64_t q_base, uint32_t q, uint64_t k_base,
                                              uint32_t k, Accumulator& s) {
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kHeadDim / 16; ++step) {
     const int half = step / 4, within = step % 4 * 32;
-    multiply_ss(advance(q_base, q + half * 1024 + within),
-                advance(k_base, k + half * (kPageBytes / 2) + within), s, step > 0);
+    const uint64_t a = advance(q_base, q + half * 1024 + within);
+    const uint64_t b = advance(k_base, k + half * (kPageBytes / 2) + within);
+    if constexpr (kFloat16) {
+      multiply_ss_float16(a, b, s, step > 0);
+    } else {
+      multiply_ss(a, b, s, step > 0);
+    }
   }
   wgmma_commit();
   wgmma_wait<0>();
@@ -340,20 +454,26 @@ __device__ __forceinline__ void multiply_q_k(uint64_t q_base, uint32_t q, uint64
 
 // o = P V, or o += P V with `add`: the softmax's weights, packed in the order of the accumulator,
 // by the 128 values of a page.
+template <DType kCache>
 __device__ __forceinline__ void multiply_p_v(const uint32_t (&p)[32], uint64_t v_base, uint32_t v,
                                              Accumulator& o, bool add) {
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kBlock / 16; ++step) {
     const uint32_t a[4] = {p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]};
-    multiply_rs(a, advance(v_base, v + step * 2048), o, add || step > 0);
+    if constexpr (kIsFp8<kCache>) {
+      multiply_rs_float16(a, advance(v_base, v + step * 2048), o, add || step > 0);
+    } else {
+      multiply_rs(a, advance(v_base, v + step * 2048), o, add || step > 0);
+    }
   }
   wgmma_commit();
   wgmma_wait<0>();
   hold(o);
 }
 
-__device__ __forceinline__ void consume(const KVBlockParams& params, SharedStorage& shared,
+template <DType kCache>
+__device__ __forceinline__ void consume(const KVBlockParams& params, SharedStorage<kCache>& shared,
                                         int consumer) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int first_stage = consumer * kQStagesPerConsumer;
@@ -367,9 +487,14 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
   const int32_t end_item = params.item_range[1];
   for (int32_t index = params.item_range[0] + blockIdx.x; index < end_item; index += gridDim.x) {
     barrier_wait(&shared.k_full[kv.stage], kv.phase);
-    barrier_wait(&shared.v_full[kv.stage], kv.phase);
+    if constexpr (!kIsFp8<kCache>) barrier_wait(&shared.v_full[kv.stage], kv.phase);
     const ItemInfo item = shared.items[kv.stage];
-    if (item.masked) clean_values(shared.v[kv.stage], item.written, shared.wild[kv.stage]);
+    float scale_log2 = params.scale_log2;
+    if constexpr (kIsFp8<kCache>) {  // V is converted, and cleaned, under the first products
+      scale_log2 = shared.conversion.scale_log2[kv.stage];
+    } else if (item.masked) {
+      clean_values(shared.v[kv.stage], item.written, shared.wild[kv.stage]);
+    }
 
     for (int32_t tile = consumer; tile < item.tiles; tile += kConsumers) {
       const int stage = first_stage + ring.stage;
@@ -388,41 +513,51 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
 
       uint32_t p[32];
       float maximum[2], sum[2];
-      softmax(s, rows, params.scale_log2, p, maximum, sum);
+      softmax<kCache>(s, rows, scale_log2, p, maximum, sum);
+      if constexpr (kIsFp8<kCache>) barrier_wait(&shared.v_full[kv.stage], kv.phase);
 
       Accumulator o;
-      multiply_p_v(p, v_base, kv.stage * kPageBytes, o, false);
+      multiply_p_v<kCache>(p, v_base, kv.stage * kPageBytes, o, false);
       if (item.masked) {
         const int32_t valid[2] = {rows[0].valid, rows[1].valid};
-        add_wild_values(params.v_cache, item.page, item.head, shared.wild[kv.stage], valid, o);
+        add_wild_values<kCache>(params.v_cache, item.page, item.head, shared.wild[kv.stage], valid,
+                                o);
         __syncwarp();
       }
       store_partial(params, rows, o, maximum, sum);
     }
+    if constexpr (kIsFp8<kCache>) barrier_wait(&shared.v_full[kv.stage], kv.phase);
     if (lane == 0) barrier_arrive(&shared.kv_empty[kv.stage]);
     kv.advance();
   }
 }
 
+template <DType kCache>
 __global__ void __launch_bounds__(kThreads, 1)
     msa_sparse_prefill_kv_block_sm90_kernel(const __grid_constant__ KVBlockParams params,
                                             const __grid_constant__ CUtensorMap q_map,
                                             const __grid_constant__ CUtensorMap k_map,
                                             const __grid_constant__ CUtensorMap v_map) {
   extern __shared__ __align__(1024) uint8_t shared_memory[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory);
+  auto& shared = *reinterpret_cast<SharedStorage<kCache>*>(shared_memory);
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&q_map);
     prefetch_tensor_map(&k_map);
     prefetch_tensor_map(&v_map);
     for (int stage = 0; stage < kKVStages; ++stage) {
-      barrier_init(&shared.k_full[stage], 1);
-      barrier_init(&shared.v_full[stage], 1);
+      barrier_init(&shared.k_full[stage], kKVFullArrivals<kCache>);
+      barrier_init(&shared.v_full[stage], kKVFullArrivals<kCache>);
       barrier_init(&shared.kv_empty[stage], kKVEmptyArrivals);
     }
     for (int stage = 0; stage < kQStages; ++stage) {
       barrier_init(&shared.q_full[stage], 1);
       barrier_init(&shared.q_empty[stage], kQEmptyArrivals);
+    }
+    if constexpr (kIsFp8<kCache>) {
+      for (int stage = 0; stage < kKVStages; ++stage) {
+        barrier_init(&shared.conversion.k_landed[stage], 1);
+        barrier_init(&shared.conversion.v_landed[stage], 1);
+      }
     }
     fence_barrier_init();
   }

@@ -12,6 +12,10 @@
 
 namespace msa::sparse_prefill::sm90 {
 
+// The kernels are instantiated for what the caches hold, kCache: bfloat16, or FP8 (e4m3).
+template <DType kCache>
+constexpr bool kIsFp8 = kCache == DType::kFloat8E4M3;
+
 constexpr int kConsumers = 3;                     // warpgroups of 64 rows each
 constexpr int kThreads = (kConsumers + 1) * 128;  // and one of producers
 constexpr int kTileRows = kGroupRows;             // rows of a consumer's tile: 64 / G tokens
@@ -23,7 +27,7 @@ constexpr int kProducerRegisters = 56;
 static_assert((kConsumers * kConsumerRegisters + kProducerRegisters) * 128 <= 65536,
               "setmaxnreg hands out what the CTA holds at launch");
 
-constexpr int kPageBytes = kBlock * kHeadDim * 2;  // one K or V block, bfloat16
+constexpr int kPageBytes = kBlock * kHeadDim * 2;  // one K or V block in shared memory, 16 bits
 constexpr int kQTileBytes = kTileRows * kHeadDim * 2;
 
 // What a consumer needs to know of an item; written by the K/V producer with the item's stage.
@@ -35,6 +39,17 @@ struct ItemInfo {
   bool masked;  // some of the request's new tokens do not see all of the block
 };
 
+// What FP8 caches need beside: the scale of an item's logits, and where copied pages arrive before
+// they are converted (prefill_fp8_page.cuh).
+template <DType kCache>
+struct ConversionStorage {};
+template <>
+struct ConversionStorage<DType::kFloat8E4M3> {
+  float scale_log2[kKVStages];
+  uint64_t k_landed[kKVStages], v_landed[kKVStages];
+};
+
+template <DType kCache>
 struct SharedStorage {
   alignas(1024) uint8_t k[kKVStages][kPageBytes];  // [2 halves of d][128 tokens][64 d], swizzled
   alignas(1024) uint8_t v[kKVStages][kPageBytes];
@@ -48,12 +63,18 @@ struct SharedStorage {
   uint64_t kv_empty[kKVStages];
   uint64_t q_full[kQStages];
   uint64_t q_empty[kQStages];
+  ConversionStorage<kCache> conversion;
 };
-constexpr int kSharedBytes = sizeof(SharedStorage);
-static_assert(kSharedBytes <= 227 * 1024, "shared memory of one CTA");
+template <DType kCache>
+constexpr int kSharedBytes = sizeof(SharedStorage<kCache>);
+static_assert(kSharedBytes<DType::kBFloat16> <= 227 * 1024, "shared memory of one CTA");
+static_assert(kSharedBytes<DType::kFloat8E4M3> <= 227 * 1024, "shared memory of one CTA");
 
-constexpr int kKVEmptyArrivals = kConsumers * 4;  // one a consumer warp
-constexpr int kQEmptyArrivals = 4;                // one a warp of the stage's warpgroup
+constexpr int kProducers = 4;  // warps
+template <DType kCache>
+constexpr int kKVFullArrivals = kIsFp8<kCache> ? kProducers : 1;  // each converts a part
+constexpr int kKVEmptyArrivals = kConsumers * 4;                  // one a consumer warp
+constexpr int kQEmptyArrivals = 4;  // one a warp of the stage's warpgroup
 
 // Partial results, a slot for each leftover entry (prefill_plan.h):
 //   out    [slots][G][128] bfloat16, not normalised, in the order of the accumulator: of 8 rows of
@@ -74,6 +95,7 @@ struct KVBlockParams {
   const int32_t* item_range;  // [2]: the work items of this round
   float scale_log2;           // scale * log2(e)
   int32_t log_group;          // log2(G)
+  ScaleView k_scale;          // of FP8 caches
 };
 
 }  // namespace msa::sparse_prefill::sm90

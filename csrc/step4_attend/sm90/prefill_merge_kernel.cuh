@@ -30,6 +30,8 @@ struct FinishParams {
   int64_t num_kv_heads;
   int32_t log_group;  // log2(G)
   int32_t round;      // the tiles that this launch finishes
+  ScaleView k_scale;  // of FP8 caches
+  ScaleView v_scale;
 };
 
 constexpr int kMergeWarps = 4;
@@ -76,7 +78,19 @@ __device__ __forceinline__ void for_units(int32_t num_units, const Passes& passe
   }
 }
 
+// What a sum of weighted values is multiplied with to be a result. A sum of 0: nothing to attend
+// to. NaN stays NaN.
+template <DType kCache>
+__device__ __forceinline__ float normaliser(const FinishParams& params, int32_t head, float sum) {
+  if constexpr (kIsFp8<kCache>) {
+    return sum == 0.0f ? 0.0f : scale_of(params.v_scale, head) / sum;
+  } else {
+    return sum == 0.0f ? 0.0f : 1.0f / sum;
+  }
+}
+
 // Eight rows of a tile, the first of them `first_row`, by a warp; row = token of the tile * G + g.
+template <DType kCache>
 __device__ __forceinline__ void merge_rows(const FinishParams& params, int64_t head,
                                            int64_t first_token, int32_t first_row) {
   const PrefillPlan& plan = params.plan;
@@ -84,7 +98,7 @@ __device__ __forceinline__ void merge_rows(const FinishParams& params, int64_t h
   const int32_t row = first_row + static_cast<int32_t>(threadIdx.x % 32 / 4);
   const int32_t g = row & (group - 1);
   const int64_t token = first_token + (row >> params.log_group);
-  const bool mine = (row >> params.log_group) < plan.tile_tokens && token < plan.num_tokens;
+  const bool mine = (row >> params.log_group) < plan.sizes.tile_tokens && token < plan.num_tokens;
   const int64_t unit = head * plan.num_tokens + token;
   const int count = mine ? static_cast<int>(plan.leftovers[unit]) : 0;
   const int64_t first_slot = mine ? plan.first_slot[unit] : 0;
@@ -133,7 +147,7 @@ __device__ __forceinline__ void merge_rows(const FinishParams& params, int64_t h
     }
   }
 
-  const float normalise = total == 0.0f ? 0.0f : 1.0f / total;  // NaN stays NaN
+  const float normalise = normaliser<kCache>(params, static_cast<int32_t>(head), total);
   const int64_t q_head = (head << params.log_group) + g;
   __nv_bfloat16* out = static_cast<__nv_bfloat16*>(params.out.data) +
                        token * params.out.token_stride + q_head * params.out.head_stride;
@@ -159,23 +173,26 @@ __device__ __forceinline__ void merge_rows(const FinishParams& params, int64_t h
   }
 }
 
+template <DType kCache>
 __global__ void __launch_bounds__(kMergeWarps * 32)
     msa_sparse_prefill_merge_sm90_kernel(const __grid_constant__ FinishParams params) {
   wait_for_previous_kernel();
   const PrefillPlan& plan = params.plan;
-  const auto rows = static_cast<int32_t>(plan.tile_tokens << params.log_group);
-  const int32_t parts = (rows + kMergeWarps * 8 - 1) / (kMergeWarps * 8);  // of a tile
+  const auto tiles = static_cast<uint32_t>(plan.sizes.tiles);
+  const auto tile_tokens = static_cast<uint32_t>(plan.sizes.tile_tokens);
+  const uint32_t rows = tile_tokens << params.log_group;
+  const uint32_t parts = (rows + kMergeWarps * 8 - 1) / (kMergeWarps * 8);  // of a tile
+  // Short calls have no tile arrays.
+  const bool all_tiles = !plan.sizes.query_major && plan.sizes.rounds == 1;
   for_units(
-      static_cast<int32_t>(params.num_kv_heads * plan.tiles) * parts,
-      [&](int64_t unit) {
-        return in_round(params, unit / parts) && plan.tile_blocks[unit / parts] == 0;
+      static_cast<int32_t>(params.num_kv_heads * tiles * parts),
+      [&](uint32_t unit) {
+        return all_tiles || (in_round(params, unit / parts) && plan.tile_blocks[unit / parts] == 0);
       },
-      [&](int32_t unit) {
-        const int32_t tile = unit / parts;
-        const int32_t row = unit % parts * kMergeWarps * 8 + threadIdx.x / 32 * 8;
-        if (row < rows) {
-          merge_rows(params, tile / plan.tiles, tile % plan.tiles * plan.tile_tokens, row);
-        }
+      [&](uint32_t unit) {
+        const uint32_t tile = unit / parts;
+        const uint32_t row = unit % parts * kMergeWarps * 8 + threadIdx.x / 32 * 8;
+        if (row < rows) merge_rows<kCache>(params, tile / tiles, tile % tiles * tile_tokens, row);
       });
 }
 

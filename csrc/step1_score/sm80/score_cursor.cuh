@@ -1,0 +1,103 @@
+// A worker's piece of the line of units (score_plan.h), walked unit by unit on the device.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "device/positions.cuh"
+#include "step1_score/score_plan.h"
+
+namespace msa::index_score::sm80 {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+__device__ __forceinline__ RequestTokens load_request(const BatchView& batch, const ScoreCut& cut,
+                                                      int64_t request) {
+  return request_tokens(cut, first_token_of(batch, request), first_token_of(batch, request + 1),
+                        seq_len_of(batch, request));
+}
+
+// Where a worker stands. The same in all lanes of a warp.
+struct ScoreCursor {
+  uint32_t left = 0;  // units of the piece, this one included; 0: past its end
+  int32_t request = 0, tile = 0, block = 0, num_blocks = 0;
+  RequestTokens tokens;
+
+  // To the first block of the next tile that has one, as far as the piece goes.
+  __device__ __forceinline__ void next_tile(const BatchView& batch, const ScoreCut& cut) {
+    const auto cost = static_cast<uint32_t>(cut.tile_cost);
+    block = 0;
+    do {
+      left -= min(left, cost);
+      if (left == 0) return;
+      if (++tile >= tokens.num_tiles(cut)) {
+        tile = 0;
+        do {
+          tokens = load_request(batch, cut, ++request);
+        } while (tokens.num_tokens == 0);
+      }
+      num_blocks = tokens.tile_blocks(cut, tile);
+    } while (num_blocks == 0);
+  }
+
+  // To the next unit of the piece that is a block. True where that is another tile's.
+  __device__ __forceinline__ bool advance(const BatchView& batch, const ScoreCut& cut) {
+    --left;
+    if (++block < num_blocks) return false;
+    next_tile(batch, cut);
+    return true;
+  }
+};
+
+// Piece `part` of `parts`, found by one warp on its own: 32 requests at a time.
+__device__ __forceinline__ ScoreCursor find_piece(const BatchView& batch, const ScoreCut& cut,
+                                                  uint32_t part, uint32_t parts) {
+  const int lane = threadIdx.x % 32;
+  const auto num_requests = static_cast<int32_t>(batch.num_requests);
+  uint32_t first_units = 0, sum = 0;  // of the first 32 requests, and of all
+#pragma unroll 1
+  for (int32_t request = lane; request < num_requests; request += 32) {
+    const uint32_t units = request_units(load_request(batch, cut, request), cut);
+    if (request == lane) first_units = units;
+    sum += units;
+  }
+  sum = __reduce_add_sync(kAllLanes, sum);
+  const uint32_t share = sum / parts, rest = sum % parts;
+  const uint32_t begin = share * part + min(part, rest);
+  ScoreCursor cursor;
+  cursor.left = share + (part < rest);
+  if (cursor.left == 0) return cursor;
+
+  uint32_t before = 0;  // units before the 32 requests at hand
+  for (int32_t base = 0;; base += 32) {
+    uint32_t units = first_units;
+    if (base > 0) {
+      const int32_t request = base + lane;
+      units = request < num_requests ? request_units(load_request(batch, cut, request), cut) : 0;
+    }
+    uint32_t end = units;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const uint32_t other = __shfl_up_sync(kAllLanes, end, distance);
+      if (lane >= distance) end += other;
+    }
+    end += before;
+    const unsigned past = __ballot_sync(kAllLanes, end > begin);
+    if (past) {
+      const int found = __ffs(past) - 1;
+      const uint32_t within = begin - __shfl_sync(kAllLanes, end - units, found);
+      cursor.request = base + found;
+      cursor.tokens = load_request(batch, cut, cursor.request);
+      cursor.tile = tile_of_unit(cursor.tokens, cut, within);
+      cursor.num_blocks = cursor.tokens.tile_blocks(cut, cursor.tile);
+      const uint32_t in_tile = within - units_before(cursor.tokens, cut, cursor.tile);
+      const auto cost = static_cast<uint32_t>(cut.tile_cost);
+      cursor.block = static_cast<int32_t>(in_tile - min(in_tile, cost));
+      cursor.left -= min(cursor.left, cost - min(in_tile, cost));
+      if (cursor.num_blocks == 0 && cursor.left > 0) cursor.next_tile(batch, cut);
+      return cursor;
+    }
+    before = __shfl_sync(kAllLanes, end, 31);
+  }
+}
+
+}  // namespace msa::index_score::sm80

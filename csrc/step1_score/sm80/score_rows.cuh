@@ -1,0 +1,100 @@
+// The query rows of one warp within a tile, and where their scores go.
+#pragma once
+
+#include "step1_score/score_run.h"
+#include "step1_score/sm80/score_cursor.cuh"
+#include "step1_score/sm80/score_page.cuh"
+
+namespace msa::index_score::sm80 {
+
+// The page of a request's block, -1 where the table names none of the cache.
+__device__ __forceinline__ int32_t find_page(const ScoreWork& work, const ScoreCursor& cursor) {
+  const int32_t page = page_of(work.batch, cursor.request, cursor.block);
+  return page >= 0 && page < work.index_k_cache.num_pages ? page : -1;
+}
+
+template <DType dtype>
+__device__ __forceinline__ const uint8_t* page_address(const ScoreWork& work, int32_t page) {
+  return static_cast<const uint8_t*>(work.index_k_cache.data) +
+         page * work.index_k_cache.page_stride * (IndexElement<dtype>::kRowBytes / kHeadDim);
+}
+
+// r / num_heads of a row of a tile, r < 256: the reciprocal's error is too small to show.
+__device__ __forceinline__ uint32_t token_of_row(const ScoreWork& work, uint32_t row) {
+  return row * work.inverse_heads >> 16;
+}
+
+// The first block of a token at `pos` that is not scored.
+__device__ __forceinline__ int32_t end_of_token(const ScoreCut& cut, int32_t pos) {
+  return pos / kBlock + cut.own;
+}
+
+// Rows [first_row, first_row + kRows) of a tile; row r is token r / heads, head r % heads.
+template <DType dtype, int kRows>
+struct WarpRows {
+  static constexpr int kKept = RowMaxima<kRows>::kKept;
+
+  QueryRows<dtype, kRows> queries;
+  float* targets[kKept];         // block 0 of the rows that this lane stores
+  int32_t ends[kKept];           // it stores the blocks before these
+  int32_t first_row, first_pos;  // of the warp, and of the tile
+  int32_t masked_from;           // the first block that not all rows see fully
+  int32_t end;                   // the first block that no row wants
+
+  __device__ __forceinline__ void enter(const ScoreWork& work, const ScoreCursor& cursor,
+                                        int32_t first_row_of_warp) {
+    const ScoreCut& cut = work.cut;
+    const int32_t tile_token = cursor.tile << cut.log_tile;
+    const int64_t first_token = cursor.tokens.first_token + tile_token;
+    first_row = first_row_of_warp;
+    first_pos = cursor.tokens.first_pos + tile_token;
+    const int32_t rows = cursor.tokens.tile_tokens(cut, cursor.tile) * work.num_heads;
+    queries.load([&](int n) -> const uint8_t* {
+      const int32_t row = first_row + n;
+      if (row >= rows) return nullptr;
+      const int32_t token = token_of_row(work, row), head = row - token * work.num_heads;
+      return static_cast<const uint8_t*>(work.index_q.data) +
+             ((first_token + token) * work.index_q.token_stride +
+              (work.first_head + head) * work.index_q.head_stride) *
+                 (IndexElement<dtype>::kRowBytes / kHeadDim);
+    });
+    int kept[kKept];
+    RowMaxima<kRows>::kept_rows(kept);
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      const int32_t row = first_row + max(kept[i], 0);
+      const int32_t token = token_of_row(work, row), head = row - token * work.num_heads;
+      targets[i] = work.scores.data +
+                   (first_token - work.first_token + token) * work.scores.token_stride +
+                   (work.first_head + head) * work.scores.head_stride;
+      ends[i] = kept[i] >= 0 && row < rows ? end_of_token(cut, first_pos + token) : 0;
+    }
+    masked_from =
+        (first_pos + static_cast<int32_t>(token_of_row(work, first_row)) + 1) >> kLogBlock;
+    const int32_t last_row = min(first_row + kRows, rows) - 1;
+    end = last_row >= first_row
+              ? end_of_token(cut, first_pos + static_cast<int32_t>(token_of_row(work, last_row)))
+              : 0;
+  }
+
+  // Without own blocks every score that is kept is of a block that its token sees fully.
+  __device__ __forceinline__ bool masked(const ScoreWork& work, int32_t block) const {
+    return work.cut.own && block >= masked_from;
+  }
+
+  __device__ __forceinline__ int32_t last_key(const ScoreWork& work, int32_t block, int n) const {
+    return first_pos + static_cast<int32_t>(token_of_row(work, first_row + n)) - block * kBlock;
+  }
+
+  __device__ __forceinline__ void store(const ScoreWork& work, int32_t block,
+                                        const Maxima<kRows>& best) const {
+    float kept[kKept];
+    RowMaxima<kRows>::reduce(best, kept);
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      if (block < ends[i]) targets[i][block * work.scores.block_stride] = kept[i];
+    }
+  }
+};
+
+}  // namespace msa::index_score::sm80

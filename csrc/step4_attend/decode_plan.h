@@ -1,0 +1,52 @@
+// How a decode call is cut: by its shapes alone, never by lengths, which only the device knows.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "step4_attend/attend_params.h"
+
+namespace msa {
+
+constexpr int64_t kMaxClusterSplits = 16;  // parts of a row that merge in a cluster
+constexpr int64_t kMaxSplits = 128;        // parts of a row that merge by a second launch
+
+// What the kernels of sparse_decode and paged_decode take.
+struct DecodeParams {
+  AttendParams attend;  // workspace: partial results [units][splits][G] where no cluster merges
+  IdsView ids;          // sparse_decode only
+  int64_t num_units;    // T * Hkv; unit h * T + t
+  int32_t splits;       // CTAs of a unit
+  int32_t tokens_each;  // T / B: where a token's request is looked for first
+};
+
+// Parts that each (token, KV head) is cut in, a power of two. `blocks`: the most that a row may
+// walk. Few blocks: just enough CTAs for the machine, since every part costs a share of a merge.
+// Many, that is a page table of unknown lengths: several times that, so that a long row beside
+// short ones is not left to one CTA.
+inline int64_t decode_splits(int64_t num_units, int64_t blocks) {
+  constexpr int64_t kShort = 64, kCtas = 128, kManyCtas = 1024, kBlocksPerPart = 8;
+  const bool is_short = blocks <= kShort;
+  const int64_t most =
+      is_short ? std::min<int64_t>(16, blocks) : std::min(kMaxSplits, blocks / kBlocksPerPart);
+  const int64_t ctas = is_short ? kCtas : kManyCtas;
+  int64_t splits = 1;
+  while (2 * splits <= most && 2 * splits * num_units <= ctas) splits *= 2;
+  return splits;
+}
+
+inline DecodeParams plan_decode(const AttendParams& attend, const IdsView& ids, int64_t blocks) {
+  const int64_t units = attend.batch.num_tokens * attend.num_kv_heads;
+  const int64_t each = attend.batch.num_tokens / std::max<int64_t>(1, attend.batch.num_requests);
+  return {attend, ids, units, static_cast<int32_t>(decode_splits(units, blocks)),
+          static_cast<int32_t>(std::max<int64_t>(1, each))};
+}
+
+// sm90/: calls small enough that every CTA has an SM of its own, the splits of a unit merged in a
+// cluster. The splits to take, 0 where the call is not that small; `blocks` as above.
+int32_t decode_cluster_splits(int64_t num_units, int64_t blocks, const ExecContext& context);
+void run_decode_cluster(const DecodeParams& params, const ExecContext& context, bool sparse);
+// sm90/, sparse_decode: two neighbouring tokens a CTA, the blocks that they share read once.
+void run_decode_pairs(const DecodeParams& params, const ExecContext& context);
+
+}  // namespace msa

@@ -1,0 +1,93 @@
+// Host side of sparse_decode and paged_decode: how a call is cut, and which kernels serve it.
+#include <algorithm>
+
+#include "configs/built_configs.h"
+#include "device/architecture.h"
+#include "step4_attend/sm80/decode_kernel.cuh"
+
+namespace msa {
+namespace {
+
+namespace sm80 = decode::sm80;
+
+enum class Way { kPortable, kCluster, kPairs };
+
+// A call, cut; by its shapes and the device alone.
+struct Plan {
+  DecodeParams params;
+  Way way;
+};
+
+Plan plan_call(const AttendParams& attend, const IdsView& ids, int64_t blocks, bool sparse,
+               const ExecContext& context) {
+  constexpr int64_t kManyTokens = 4;  // of a request: neighbours share most blocks
+  constexpr int64_t kEnoughPairs = 128;
+  DecodeParams params = plan_decode(attend, ids, blocks);
+  if (compute_capability(context) != 90) return {params, Way::kPortable};
+  const int64_t pairs = (attend.batch.num_tokens + 1) / 2 * attend.num_kv_heads;
+  if (sparse && params.tokens_each >= kManyTokens && pairs >= kEnoughPairs) {
+    return {params, Way::kPairs};
+  }
+  const int32_t splits = decode_cluster_splits(params.num_units, blocks, context);
+  if (splits == 0) return {params, Way::kPortable};
+  params.splits = splits;
+  return {params, Way::kCluster};
+}
+
+int64_t workspace_bytes(const Plan& plan) {
+  const DecodeParams& params = plan.params;
+  if (params.splits == 1 || plan.way != Way::kPortable) return 0;
+  constexpr int64_t kRowBytes = kHeadDim * sizeof(float) + sizeof(float2);
+  return params.num_units * params.splits * params.attend.group_size * kRowBytes;
+}
+
+template <typename Element, bool kSparse>
+void launch(const DecodeParams& params, const ExecContext& context) {
+  launch_portable<sm80::msa_decode_sm80_kernel<Element, kSparse>>(
+      context, "launching msa_decode_sm80_kernel",
+      dim3(static_cast<unsigned>(params.num_units * params.splits)), sm80::kThreads,
+      sizeof(sm80::SharedStorage<sm80::kWarps>), params);
+  if (params.splits == 1) return;
+  launch_portable<sm80::msa_decode_merge_sm80_kernel>(
+      context, "launching msa_decode_merge_sm80_kernel",
+      dim3(static_cast<unsigned>(params.num_units * params.attend.group_size)), sm80::kThreads, 0,
+      params);
+}
+
+template <bool kSparse>
+void run(const Plan& plan, const ExecContext& context) {
+  const DType q = plan.params.attend.q.dtype, cache = plan.params.attend.k_cache.dtype;
+  const bool fp8 = cache == DType::kFloat8E4M3;
+  if (q != DType::kBFloat16 || !(fp8 || cache == DType::kBFloat16)) {
+    throw_not_built(context.op, q, cache);
+  }
+  if (plan.way == Way::kCluster) return run_decode_cluster(plan.params, context, kSparse);
+  if (plan.way == Way::kPairs) return run_decode_pairs(plan.params, context);
+  if (fp8) return launch<__nv_fp8_e4m3, kSparse>(plan.params, context);
+  return launch<__nv_bfloat16, kSparse>(plan.params, context);
+}
+
+Plan plan_sparse(const SparseAttendParams& params, const ExecContext& context) {
+  return plan_call(params, params.ids, params.ids.topk, true, context);
+}
+Plan plan_paged(const AttendParams& params, const ExecContext& context) {
+  return plan_call(params, IdsView{}, params.batch.max_pages, false, context);
+}
+
+}  // namespace
+
+int64_t sparse_decode_workspace_bytes(const SparseAttendParams& params,
+                                      const ExecContext& context) {
+  return workspace_bytes(plan_sparse(params, context));
+}
+int64_t paged_decode_workspace_bytes(const AttendParams& params, const ExecContext& context) {
+  return workspace_bytes(plan_paged(params, context));
+}
+void run_sparse_decode(const SparseAttendParams& params, const ExecContext& context) {
+  run<true>(plan_sparse(params, context), context);
+}
+void run_paged_decode(const AttendParams& params, const ExecContext& context) {
+  run<false>(plan_paged(params, context), context);
+}
+
+}  // namespace msa

@@ -1,0 +1,215 @@
+"""The ways that sparse_prefill takes on a GPU: by how many tokens, how wide the table, what is
+shared. Each must give every token what it gets alone."""
+
+import pytest
+import torch
+
+import msa_kernels
+from tests.conftest import no_gpu_reason
+from tests.inputs import BLOCK, D, make_case, same_bits
+from tests.tolerance import LSE_REL, near
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    if reason := no_gpu_reason():
+        pytest.skip(reason)
+
+
+def shared_selection(case, share: float, seed: int = 0):
+    """ids of which neighbouring tokens have about `share` in common: 16 tokens draw together."""
+    rng = torch.Generator(case.q.device).manual_seed(seed)
+    visible, topk = case.visible.to(case.q.device).long(), case.topk
+    heads, tokens = case.ids.size(0), case.num_tokens
+    blocks = int(visible.max()) if tokens else 0
+    kw = {"generator": rng, "device": case.q.device}
+    together = torch.rand(heads, -(-tokens // 16), blocks, **kw).repeat_interleave(16, 1)[
+        :, :tokens
+    ]
+    alone = torch.rand(heads, tokens, blocks, **kw)
+    common = torch.rand(heads, tokens, 1, **kw) < 2  # all tokens draw from both
+    score = torch.where(common, together + (1 - share) * 4 * alone, alone)
+    block = torch.arange(blocks, device=case.q.device)
+    score = score.masked_fill(block >= visible[:, None], -1.0)
+    score = score.masked_fill(block == visible[:, None] - 1, 100.0)  # the own block
+    ids = score.topk(min(topk, blocks), dim=-1).indices
+    ids = torch.nn.functional.pad(ids, (0, topk - ids.size(-1)), value=2**31 - 1)
+    count = visible.clamp(max=topk)[None, :, None]
+    ids = ids.masked_fill(torch.arange(topk, device=ids.device) >= count, 2**31 - 1)
+    return ids.sort(-1).values.int()
+
+
+def alone(case, tokens):
+    """(out, lse) of some tokens, each as a request of its own: too few for any plan but one."""
+    where = msa_kernels.reference.token_positions(
+        case.cu_seqlens_q, case.seq_lens, case.num_tokens, case.block_table.size(1)
+    )
+    request, pos = where.request[tokens], where.pos[tokens]
+    return msa_kernels.sparse_prefill(
+        case.q[tokens],
+        case.k_cache,
+        case.v_cache,
+        case.ids[:, tokens],
+        case.block_table[request],
+        torch.arange(len(tokens) + 1, device=case.q.device, dtype=torch.int32),
+        (pos + 1).int(),
+        **case.scales,
+        return_lse=True,
+    )
+
+
+def check(case, **options):
+    out, lse = msa_kernels.sparse_prefill(
+        *case.attend_args, **case.scales, return_lse=True, **options
+    )
+    assert not bool(out[case.num_real :].any())
+    tokens = torch.randperm(case.num_real)[:48].sort().values.to(case.q.device)
+    want, want_lse = alone(case, tokens)
+    torch.testing.assert_close(out[tokens], want, **near(out.dtype))
+    torch.testing.assert_close(lse[tokens], want_lse, rtol=LSE_REL, atol=1e-4)
+    again = msa_kernels.sparse_prefill(*case.attend_args, **case.scales, **options)
+    assert same_bits(again, out)
+    return out
+
+
+RAGGED = [(1000, 6000), (1, 300), (17, 17), (0, 500), (900, 9000), (1, 1), (130, 2300)]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize(("hq", "hkv"), [(64, 4), (32, 4), (16, 4), (4, 4), (16, 1), (8, 1)])
+@pytest.mark.parametrize("topk", [16, 5, 32])
+def test_large_calls(hq, hkv, topk, share):
+    lengths = RAGGED if hkv > 1 else [(3700, 9000), *RAGGED]
+    case = make_case(lengths, hq=hq, hkv=hkv, topk=topk, dtype=torch.bfloat16, device="cuda")
+    check(case.with_(ids=shared_selection(case, share)))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 511, 512, 513, 791, 792, 793])
+@pytest.mark.parametrize("share", [0.0, 0.9])
+def test_around_the_sizes_where_the_plan_changes(tokens, share):
+    case = make_case([(tokens, 5000)], hq=64, hkv=4, dtype=torch.bfloat16, device="cuda")
+    check(case.with_(ids=shared_selection(case, share)))
+
+
+@pytest.mark.parametrize("tokens", [300, 1200])
+@pytest.mark.parametrize("columns", [4000, 8192, 12289])
+def test_wide_tables(tokens, columns):
+    """More rows than a CTA counts in shared memory, of one request and of several."""
+    lengths = [(tokens, 6000), (40, 5000), (tokens // 2, 7000)]
+    case = make_case(lengths, hq=64, hkv=4, dtype=torch.bfloat16, device="cuda")
+    table = torch.nn.functional.pad(
+        case.block_table, (0, columns - case.block_table.size(1)), value=2**31 - 1
+    )
+    case = case.with_(block_table=table)
+    check(case.with_(ids=shared_selection(case, 0.8)))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.9])
+def test_more_partial_results_than_the_workspace_holds(share):
+    """Rounds: 8,000 tokens of 4 KV heads and 16 blocks leave up to 2 GiB of partial results."""
+    lengths = [(5000, 20000), (3000, 9000)]
+    case = make_case(lengths, hq=64, hkv=4, dtype=torch.bfloat16, device="cuda")
+    check(case.with_(ids=shared_selection(case, share)))
+
+
+@pytest.mark.parametrize(("hq", "hkv"), [(64, 4), (32, 4), (4, 1)])
+@pytest.mark.parametrize("kind", ["all", "holes", "duplicates", "tables"])
+def test_narrow_tables(hq, hkv, kind):
+    """No more blocks than a token selects: dense attention, but for what the ids leave out."""
+    lengths = [(900, 2048), (13, 13), (0, 100), (1, 1999), (300, 300), (12, 128), (2, 1)]
+    case = make_case(
+        lengths, hq=hq, hkv=hkv, max_pages=16, dtype=torch.bfloat16, layout="nhd", device="cuda"
+    )
+    ids = shared_selection(case, 0.0)
+    if kind == "holes":
+        ids[..., 2:9:3] = -1
+        ids[:, 40:100] = -1  # some attend to nothing, and with them whole tiles
+    elif kind == "duplicates":
+        ids[:, ::2, 1] = ids[:, ::2, 0]
+        ids[:, ::6, 2:5] = ids[:, ::6, :1]
+    elif kind == "tables":
+        table = case.block_table.clone()
+        table[0, 3] = -1
+        table[4, 1] = 2**31 - 1
+        case = case.with_(block_table=table)
+    case = case.with_(ids=ids)
+    out = check(case)
+    # The other way to the same: a table that is wider than it needs to be.
+    wide = torch.nn.functional.pad(case.block_table, (0, 30), value=-1)
+    other = msa_kernels.sparse_prefill(*case.with_(block_table=wide).attend_args)
+    torch.testing.assert_close(out, other, **near(out.dtype))
+
+
+def test_duplicates_among_shared_blocks_count_twice():
+    case = make_case([(1000, 6000)], hq=64, hkv=4, dtype=torch.bfloat16, device="cuda")
+    ids = shared_selection(case, 1.0)
+    ids[..., 1] = ids[..., 0]
+    ids[:, ::3, 2] = ids[:, ::3, 0]
+    check(case.with_(ids=ids))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.9])
+def test_batch_invariant_calls_give_a_request_its_own_bits(share):
+    lengths = [(901, 6000), (1500, 9000), (1, 777), (300, 300)]
+    case = make_case(lengths, hq=64, hkv=4, padding_rows=0, dtype=torch.bfloat16, device="cuda")
+    case = case.with_(ids=shared_selection(case, share))
+    out = check(case, batch_invariant=True)
+    begin = 0
+    for request, (q_len, _) in enumerate(lengths):
+        rows = slice(begin, begin + q_len)
+        begin += q_len
+        single = msa_kernels.sparse_prefill(
+            case.q[rows],
+            case.k_cache,
+            case.v_cache,
+            case.ids[:, rows],
+            case.block_table[request : request + 1],
+            torch.tensor([0, q_len], dtype=torch.int32, device="cuda"),
+            case.seq_lens[request : request + 1],
+            batch_invariant=True,
+        )
+        assert same_bits(single, out[rows])
+
+
+def test_many_tokens():
+    """More query tokens than 65,536, over a table that walks few pages again and again."""
+    tokens = 70_000
+    case = make_case(
+        [(256, 1280)], hq=8, hkv=1, padding_rows=0, dtype=torch.bfloat16, device="cuda"
+    )
+    pages = case.block_table[0, :10]
+    blocks = -(-tokens // BLOCK)
+    rng = torch.Generator("cuda").manual_seed(0)
+    q = torch.randn(tokens, 8, D, generator=rng, device="cuda", dtype=torch.bfloat16)
+    case = case.with_(
+        lengths=[(tokens, tokens)],
+        q=q,
+        block_table=pages[torch.arange(blocks, device="cuda") % 10][None],
+        seq_lens=torch.tensor([tokens], dtype=torch.int32, device="cuda"),
+        cu_seqlens_q=torch.tensor([0, tokens], dtype=torch.int32, device="cuda"),
+        ids=case.ids.new_zeros(1, tokens, 16),
+    )
+    check(case.with_(ids=shared_selection(case, 0.9)))
+
+
+def test_graph_replays_follow_their_inputs():
+    """A captured call reads lengths, tables and ids when it is replayed."""
+    case = make_case([(1000, 6000), (50, 300)], hq=64, hkv=4, dtype=torch.bfloat16, device="cuda")
+    ids, lens = case.ids.clone(), case.seq_lens.clone()
+    held = case.with_(ids=ids, seq_lens=lens)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        msa_kernels.sparse_prefill(*held.attend_args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = msa_kernels.sparse_prefill(*held.attend_args)
+    for step, share in enumerate((0.0, 1.0, 0.5)):
+        ids.copy_(shared_selection(case, share, seed=step))
+        lens.copy_(case.seq_lens - 64 * step)
+        graph.replay()
+        want = msa_kernels.sparse_prefill(*held.attend_args)
+        torch.cuda.synchronize()
+        assert same_bits(out, want)
