@@ -490,3 +490,11 @@ def _store(cache: Tensor, slot: Tensor, rows: Tensor) -> None:
     slot = slot.to(cache.device)
     by_slot = cache.transpose(1, 2) if cache.dim() == 4 else cache
     by_slot[slot // BLOCK, slot % BLOCK] = rows
+
+
+def sort_within_rows(pairs: Tensor, row_ptr: Tensor) -> Tensor:
+    """pairs with those of each row in ascending order; what lies behind the last row stays."""
+    used = int(row_ptr[-1])
+    row = torch.repeat_interleave(row_ptr.long().diff())  # of each pair
+    key = row * 2**31 + pairs[:used]
+    return torch.cat((pairs[:used][key.argsort()], pairs[used:]))

@@ -34,9 +34,10 @@ constexpr int kShortEntries = 8192;  // of a head, T * K
 constexpr int kShortTokens = 1024;
 constexpr int kShortRows = 12288;  // of a head, B * max_pages
 constexpr int kShortHeads = 8;     // CTAs of a portable cluster
-// Query-major tiles of all heads that pay: under two a multiprocessor of a large GPU they leave it
-// idle. docs/kernels/sparse_prefill.md
-constexpr int64_t kMinQueryTiles = 264;
+// Query-major tiles of all heads from which they pay: fewer leave most of a large GPU idle, each
+// walking its blocks alone. docs/kernels/sparse_prefill.md
+constexpr int64_t kMinQueryTiles = 88;
+constexpr int64_t kChunksWanted = 264;  // two a multiprocessor of a large GPU
 
 // What a call needs, from its shapes alone.
 struct PrefillSizes {
@@ -76,7 +77,7 @@ inline PrefillSizes prefill_sizes(int64_t num_tokens, int64_t num_kv_heads, int6
   sizes.tile_places = 16;
   while (2 * sizes.tile_places < 3 * tile_entries) sizes.tile_places *= 2;
   sizes.chunk_tiles = std::clamp(
-      sizes.tiles * num_kv_heads / kMinQueryTiles, int64_t{1},
+      sizes.tiles * num_kv_heads / kChunksWanted, int64_t{1},
       std::min(int64_t{kMaxChunkTiles}, std::max(int64_t{1}, kMaxChunkEntries / tile_entries)));
   sizes.chunks = (sizes.tiles + sizes.chunk_tiles - 1) / sizes.chunk_tiles;
 

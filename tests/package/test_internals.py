@@ -217,7 +217,7 @@ def test_sizes_of_m3():
     assert sizes["rounds"] == 3 and sizes["round_slots"] == -(-8192 * 64 // 3)
     assert sizes["max_queries_per_item"] == 96
     assert sizes["query_major"] and not sizes["short_call"]
-    for tokens, query_major, short in ((171, False, True), (512, False, True), (792, True, False)):
+    for tokens, query_major, short in ((171, False, True), (252, False, True), (253, True, False)):
         sizes = internals.prefill_sizes(tokens, 4, 16, 16, 1, 512, 16 * 264, 1 << 30, False)
         assert (sizes["query_major"], sizes["short_call"]) == (query_major, short)
     for pages, invariant, narrow in ((16, False, True), (17, False, False), (16, True, False)):

@@ -7,15 +7,14 @@ from hypothesis import strategies as st
 
 import msa_kernels
 from msa_kernels import reference
-from tests.inputs import BATCHES, SELECTIONS, make_case, make_selection, same_bits
-
-
-def sort_within_rows(pairs, row_ptr):
-    """pairs with those of each row in ascending order; what lies behind the last row stays."""
-    used = int(row_ptr[-1])
-    row = torch.repeat_interleave(row_ptr.long().diff())  # of each pair
-    key = row * 2**31 + pairs[:used]
-    return torch.cat((pairs[:used][key.argsort()], pairs[used:]))
+from tests.inputs import (
+    BATCHES,
+    SELECTIONS,
+    make_case,
+    make_selection,
+    same_bits,
+    sort_within_rows,
+)
 
 
 def check(ids, cu_seqlens_q, seq_lens, max_blocks, max_queries_per_item=64):

@@ -86,7 +86,7 @@ def test_large_calls(hq, hkv, topk, share):
     check(case.with_(ids=shared_selection(case, share)))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 511, 512, 513, 791, 792, 793])
+@pytest.mark.parametrize("tokens", [1, 2, 251, 252, 253, 511, 512, 513, 793])
 @pytest.mark.parametrize("share", [0.0, 0.9])
 def test_around_the_sizes_where_the_plan_changes(tokens, share):
     case = make_case([(tokens, 5000)], hq=64, hkv=4, dtype=torch.bfloat16, device="cuda")
