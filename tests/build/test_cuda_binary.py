@@ -16,7 +16,7 @@ HOPPER = ("sm_90a",)
 HOT_KERNELS = {
     "msa_decode_cluster_sm90_kernel": (HOPPER, {"HMMA", "LDGSTS.E", "UCGABAR_ARV", "ST.E.128"}),
     "msa_decode_merge_sm80_kernel": (PORTABLE, {"LDG.E.128"}),
-    "msa_decode_pair_sm90_kernel": (HOPPER, {"HMMA", "LDGSTS.E", "LDSM"}),
+    "msa_decode_pair_sm90_kernel": (HOPPER, {"HMMA", "LDGSTS.E"}),
     "msa_decode_sm80_kernel": (PORTABLE, {"HMMA", "LDGSTS.E"}),
     "msa_decode_view_sm80_kernel": (PORTABLE, {"SHFL"}),
     "msa_index_score_fill_sm80_kernel": (PORTABLE, set()),

@@ -125,20 +125,21 @@ def test_every_verify_length(device, require, op, q_len):
 
 
 @pytest.mark.parametrize(
-    "hq,hkv,topk,selection",
+    "requests,hq,hkv,topk,selection",
     [
-        (32, 2, 16, "random"),
-        (16, 1, 32, "same"),
-        (8, 1, 7, "duplicates"),
-        (6, 3, 1, "holes_and_tail"),
-        (2, 2, 16, "int64"),
+        (48, 32, 2, 16, "random"),
+        (64, 16, 1, 32, "same"),
+        (64, 8, 1, 7, "duplicates"),
+        (64, 12, 3, 1, "holes_and_tail"),
+        (48, 4, 2, 16, "int64"),
+        (80, 1, 1, 16, "minus_middle"),
     ],
 )
 @pytest.mark.parametrize("dtypes", [DTYPES[1], DTYPES[2]], ids=dtype_name)
-def test_many_verify_steps(device, require, op, dtypes, hq, hkv, topk, selection):
+def test_many_verify_steps(device, require, op, dtypes, requests, hq, hkv, topk, selection):
     """Enough tokens of enough requests that kernels may share blocks between neighbours."""
     require(op, *dtypes)
-    lengths = [(1 + r % 8, 20 + 37 * r) for r in range(64)]
+    lengths = [(1 + r % 8, 20 + 37 * r) for r in range(requests)]
     case = make_case(
         lengths,
         hq=hq,
@@ -155,22 +156,28 @@ def test_many_verify_steps(device, require, op, dtypes, hq, hkv, topk, selection
     check(op, case)
 
 
-def test_a_token_has_the_same_bits_beside_any_other(device, require):
+@pytest.mark.parametrize("requests,tokens", [(40, 6), (21, 6), (24, 3)])
+@pytest.mark.parametrize("dtypes", [DTYPES[1], DTYPES[2]], ids=dtype_name)
+def test_a_token_has_the_same_bits_beside_any_other(device, require, dtypes, requests, tokens):
     """A decode token's sums do not depend on its neighbours in the batch."""
-    require("sparse_decode", torch.bfloat16, torch.bfloat16)
-    lengths = [(4, 150 + 83 * r) for r in range(64)]
-    case = make_case(lengths, hq=8, hkv=2, dtype=torch.bfloat16, padding_rows=0, device=device)
+    require("sparse_decode", *dtypes)
+    case = make_case(
+        [(tokens, 150 + 83 * r) for r in range(requests)],
+        dtype=dtypes[0],
+        cache_dtype=dtypes[1],
+        padding_rows=1,
+        device=device,
+    )
     out, lse = run("sparse_decode", case)
     # Moved by one row, every token stands beside another one.
     moved = case.with_(
-        q=torch.cat([case.q[:1], case.q]),
-        ids=torch.cat([case.ids[:, :1], case.ids], dim=1),
-        cu_seqlens_q=torch.cat([case.cu_seqlens_q[:1], case.cu_seqlens_q + 1]),
-        seq_lens=torch.cat([torch.ones_like(case.seq_lens[:1]), case.seq_lens]),
-        block_table=torch.cat([case.block_table[:1], case.block_table]),
+        q=torch.cat([case.q[:1], case.q[:-1]]),
+        ids=torch.cat([case.ids[:, :1], case.ids[:, :-1]], dim=1),
+        cu_seqlens_q=case.cu_seqlens_q + 1,
     )
+    moved.cu_seqlens_q[0] = 0  # the first request has one token more, in front
     again, again_lse = run("sparse_decode", moved)
-    assert same_bits(again[1:], out) and same_bits(again_lse[1:], lse)
+    assert same_bits(again[1:], out[:-1]) and same_bits(again_lse[1:], lse[:-1])
 
 
 def test_future_of_the_own_block_is_masked(device, require, op):
@@ -501,6 +508,46 @@ def test_twenty_runs_give_the_same_bits(device, require, op):
     for _ in range(19):
         again, again_lse = run(op, case)
         assert same_bits(again, out) and same_bits(again_lse, lse)
+
+
+@pytest.mark.parametrize("requests,tokens", [(3, 1), (40, 1), (40, 6)])
+def test_one_call_serves_batches_that_change_in_place(device, require, requests, tokens):
+    """Lengths, ids and tables edited in place, shrinking to nothing too; on a GPU in one graph."""
+    for name in ("sparse_decode", "paged_decode"):
+        require(name)
+    case = make_case([(tokens, 2300 + 41 * r) for r in range(requests)], device=device)
+    ids, table, lens = case.ids.clone(), case.block_table.clone(), case.seq_lens.clone()
+
+    def both():
+        batch = (table, case.cu_seqlens_q, lens)
+        args = (case.q, case.k_cache, case.v_cache)
+        sparse = msa_kernels.sparse_decode(*args, ids, *batch, return_lse=True)
+        options = dict(cu_seqlens_q=case.cu_seqlens_q, return_lse=True)
+        return *sparse, *msa_kernels.paged_decode(*args, table, lens, **options)
+
+    replay = both
+    if device == "cuda":
+        both()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = both()
+
+        def replay():
+            graph.replay()
+            return outputs
+
+    order = torch.arange(requests, device=device).flip(0)
+    steps = [(case.seq_lens // 3, False), (case.seq_lens * 0, False), (case.seq_lens, True)]
+    steps += [(case.seq_lens.clamp(max=129), False), (case.seq_lens - 1, False)]
+    for seed, (lengths, flipped) in enumerate(steps):
+        lens.copy_(lengths[order] if flipped else lengths)
+        table.copy_(case.block_table[order] if flipped else case.block_table)
+        now = case.with_(seq_lens=lens, block_table=table)
+        ids.copy_(make_selection("random", now.visible.cpu(), 2, 16, seed=seed))
+        out, lse, dense, dense_lse = replay()
+        assert_attention(now.with_(ids=ids), out, lse)
+        for got, want in zip((out, lse, dense, dense_lse), both(), strict=True):
+            assert same_bits(got, want)
 
 
 def test_heads_of_a_rank_have_the_bits_of_all(device, require, op):
