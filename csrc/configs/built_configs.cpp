@@ -49,18 +49,15 @@ bool portable_forced() {
 }
 
 std::string built_configs_text(const char* op) {
-  std::string text;
-  std::vector<std::string> listed;  // each once, whatever the number of architectures
+  std::vector<std::string> texts;  // each once: an operator may have kernels for several GPUs
   for (const KernelConfig& config : built_configs()) {
-    const std::string entry = config_text(config.dtype, config.cache_dtype);
-    if (std::strcmp(config.op, op) != 0 ||
-        std::find(listed.begin(), listed.end(), entry) != listed.end()) {
-      continue;
-    }
-    listed.push_back(entry);
-    text += (text.empty() ? "" : ", ") + entry;
+    if (std::strcmp(config.op, op) != 0) continue;
+    const std::string text = config_text(config.dtype, config.cache_dtype);
+    if (std::find(texts.begin(), texts.end(), text) == texts.end()) texts.push_back(text);
   }
-  return text.empty() ? "nothing" : text;
+  std::string all;
+  for (const std::string& text : texts) all += (all.empty() ? "" : ", ") + text;
+  return all.empty() ? "nothing" : all;
 }
 
 void throw_not_built(const char* op, DType dtype, DType cache_dtype) {
