@@ -95,6 +95,7 @@ def test_a_client_that_leaves_frees_everything(engine, tmp_path, way, shared):
                     with pytest.raises(WorkerLost):
                         [tokens async for tokens in stream]
             await until(lambda: is_clean(server, engine))
+            assert engine.num_steps < LONG / 2  # it was ended and did not end by itself
             assert os.listdir(tmp_path) == []
             assert server.engine.trouble == ""
 
@@ -121,7 +122,9 @@ def test_a_client_that_leaves_while_it_sends(engine, tmp_path, turns, millisecon
             with pytest.raises(asyncio.CancelledError):
                 await task
             await until(lambda: is_clean(server, engine) and not os.listdir(tmp_path))
-            assert client._workers[0].load == (0, 0, 0)
+            assert engine.num_steps < LONG / 2
+            (worker,) = client._workers
+            assert (worker.in_flight, worker.bytes_in_flight) == (0, 0)
 
     asyncio.run(main())
 
@@ -152,6 +155,7 @@ asyncio.run(main())
             process.kill()
             await process.wait()
             await until(lambda: is_clean(server, engine))
+            assert engine.num_steps < LONG / 2
             assert os.listdir(tmp_path) == []
 
     asyncio.run(main())

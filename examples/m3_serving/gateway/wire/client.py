@@ -86,6 +86,7 @@ class _Worker:
         if reply.protocol != PROTOCOL:
             ready, reason = False, f"it speaks protocol {reply.protocol}, this gateway {PROTOCOL}"
         self.health = WorkerHealth(self.name, ready, reply.running, reply.waiting, reason)
+        own = max(own, self.in_flight)  # what was sent or ended meanwhile may be counted in it
         self.others = max(0, reply.running + reply.waiting - own)
         self.shared = reply.shared_memory
 
