@@ -1,8 +1,8 @@
 """What can go wrong with a request, as exceptions that already know their HTTP answer.
 
 Whatever a client sent that cannot be served is one of these, with a 4xx status and a text that says
-what is wrong. The two others say whose fault it was: 429 when this gateway is full, 504 when the
-host of the client's URL is too slow.
+what is wrong. The others say whose fault it was: 429 when this gateway or its workers are full, 504
+when the host of the client's URL is too slow, 502 and 503 when a worker died or none is there.
 """
 
 from typing import ClassVar
@@ -11,9 +11,9 @@ from typing import ClassVar
 class GatewayError(Exception):
     """A refusal with an HTTP status and an OpenAI-style code. Raise one of the subclasses."""
 
-    status: ClassVar[int]
+    status: int
     code: ClassVar[str]
-    kind: ClassVar[str] = "invalid_request_error"
+    kind: str = "invalid_request_error"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         """Message for the client, and the request's field it is about."""
@@ -109,6 +109,40 @@ class Overloaded(GatewayError):
     """No room for more work now; the same request may succeed later."""
 
     status, code, kind = 429, "overloaded", "rate_limit_error"
+
+
+class WorkerBusy(GatewayError):
+    """Every worker is at its limit of bytes or of requests; the same may succeed later."""
+
+    status, code, kind = 429, "worker_busy", "rate_limit_error"
+
+
+class WorkerUnavailable(GatewayError):
+    """No worker is healthy."""
+
+    status, code, kind = 503, "worker_unavailable", "server_error"
+
+
+class WorkerLost(GatewayError):
+    """The worker died, or its connection broke, under the request."""
+
+    status, code, kind = 502, "worker_lost", "server_error"
+
+
+class WorkerRejected(GatewayError):
+    """The worker refused the request; its message says which field and why.
+
+    Status 400 for what the request asks; 500 where gateway and worker disagree about something that
+    no client can choose, such as the shape of a tensor.
+    """
+
+    status, code = 400, "worker_rejected"
+
+    def __init__(self, message: str, *, param: str | None = None, internal: bool = False) -> None:
+        """Takes the worker's message; `internal` if the request's author cannot be to blame."""
+        super().__init__(message, param=param)
+        if internal:
+            self.status, self.kind = 500, "server_error"
 
 
 def error_from_code(code: object, message: str) -> GatewayError:

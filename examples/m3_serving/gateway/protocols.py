@@ -2,12 +2,13 @@
 
     MediaItem --fetch--> Fetched --decode, sample, size, patch (child process)--> Decoded
       --key--> PreparedItem --expand (with the text)--> ExpandedPrompt
+      --WorkerClient--> GeneratedTokens, one message after the other
 
 Nothing here knows a model. A model family is one object (`ModelFamily`) that says which policies,
 limits and brackets it uses; a medium's bytes are only ever parsed in a child process (`pool.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -325,3 +326,69 @@ class ModelFamily(Protocol):
 
     def pieces(self, item: PreparedItem) -> list[MediaPiece]:
         """What stands in the prompt for one medium."""
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How to choose tokens; None means the worker's default (greedy)."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """What a worker is asked for."""
+
+    request_id: str
+    prompt: ExpandedPrompt
+    max_new_tokens: int
+    sampling: SamplingOptions = SamplingOptions()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class GeneratedTokens:
+    """One message of the answer stream."""
+
+    token_ids: tuple[int, ...]
+    """new since the last message"""
+    finish_reason: Literal["stop", "length"] | None = None
+    """set in the last message only"""
+    cached_tokens: int = 0
+    """prompt tokens found in the prefix cache, set in the first message"""
+
+
+@dataclass(frozen=True)
+class WorkerHealth:
+    """What is known of one worker."""
+
+    name: str
+    ready: bool
+    running: int
+    """requests it computes"""
+    waiting: int
+    """requests it has queued"""
+    reason: str = ""
+    """why it is not ready"""
+
+
+class WorkerClient(Protocol):
+    """The way to the processes that generate."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedTokens]:
+        """The answer as it comes. Closing the iterator cancels the request at the worker.
+
+        Raises:
+            WorkerBusy: all workers are at their limit of bytes or requests.
+            WorkerUnavailable: none is healthy.
+            WorkerLost: the worker died under the request.
+            WorkerRejected: it refused the request.
+        """
+
+    async def health(self) -> list[WorkerHealth]:
+        """One entry a configured worker."""
+
+    async def close(self) -> None:
+        """Ends the connections; running requests are cancelled."""
