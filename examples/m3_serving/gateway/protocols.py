@@ -27,7 +27,6 @@ def hold_nothing(count: int) -> None:
     """The `Hold` of who does not count."""
 
 
-
 @dataclass(frozen=True)
 class MediaSource:
     """Where a medium comes from: exactly one of the two."""
