@@ -72,6 +72,10 @@ class Marked(str):
         """Inside a formatted string."""
         return _encoded(str.__format__(self, spec))
 
+    def __html__(self) -> str:
+        """Where a template escapes: letters stay as they are, this is no HTML."""
+        return str(self)
+
     def __add__(self, other: Any) -> Any:
         """Mixed text, each piece still known."""
         return str(self) + str(other) if isinstance(other, str) else NotImplemented
@@ -201,7 +205,9 @@ class ChatTemplate:
         for name, function in environment.filters.items():
             if name not in _TRANSPARENT:
                 environment.filters[name] = _opaque(function)
-        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+        environment.globals.update(
+            raise_exception=_raise_exception, strftime_now=_opaque(_strftime_now)
+        )
         self._variables = dict(variables or {})
         modalities: tuple[Modality, ...] = ("image", "video")
         self._modality_of = dict(zip(family.placeholder_tokens, modalities, strict=True))
