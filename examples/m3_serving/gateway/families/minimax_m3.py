@@ -40,7 +40,7 @@ CHAT_TEMPLATE = """\
     {{- ']~b]' ~ ('ai' if message.role == 'assistant' else message.role) ~ '\\n' -}}
     {%- if message.content is string -%}
         {{- message.content -}}
-    {%- else -%}
+    {%- elif message.content -%}
         {%- for part in message.content -%}
             {%- if part.type == 'image' -%}
                 {{- ']<]image[>[' -}}

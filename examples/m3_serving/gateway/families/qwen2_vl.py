@@ -30,7 +30,7 @@ CHAT_TEMPLATE = """\
     {{- '<|im_start|>' ~ message.role ~ '\\n' -}}
     {%- if message.content is string -%}
         {{- message.content -}}
-    {%- else -%}
+    {%- elif message.content -%}
         {%- for part in message.content -%}
             {{- part.text if part.type == 'text' else '<|' ~ part.type ~ '_pad|>' -}}
         {%- endfor -%}
