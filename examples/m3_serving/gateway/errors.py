@@ -2,7 +2,8 @@
 
 Whatever a client sent that cannot be served is one of these, with a 4xx status and a text that says
 what is wrong. The others say whose fault it was: 429 when this gateway or its workers are full, 504
-when the host of the client's URL is too slow, 502 and 503 when a worker died or none is there.
+when the host of the client's URL or the worker is too slow, 502 and 503 when a worker died or none
+is there, 503 when the gateway is being stopped, 500 for a fault of its own.
 """
 
 from typing import ClassVar
@@ -87,6 +88,54 @@ class DecoderCrashed(GatewayError):
     status, code = 400, "media_decoder_crashed"
 
 
+class UnsupportedParameter(GatewayError):
+    """A field that this server does not have; ignoring it would answer another question."""
+
+    status, code = 400, "unsupported_parameter"
+
+
+class InvalidBody(GatewayError):
+    """The body is no UTF-8, no JSON, or no JSON object."""
+
+    status, code = 400, "invalid_body"
+
+
+class BodyTooLarge(GatewayError):
+    """The body, or everything a request makes the server hold, has too many bytes."""
+
+    status, code = 413, "request_too_large"
+
+
+class BodyTimeout(GatewayError):
+    """The body did not arrive in time."""
+
+    status, code = 408, "request_timeout"
+
+
+class UnsupportedContentType(GatewayError):
+    """The body is declared to be something else than JSON."""
+
+    status, code = 415, "unsupported_content_type"
+
+
+class ModelNotFound(GatewayError):
+    """Another model is served here."""
+
+    status, code = 404, "model_not_found"
+
+
+class NotFound(GatewayError):
+    """No such path."""
+
+    status, code = 404, "not_found"
+
+
+class MethodNotAllowed(GatewayError):
+    """The path exists, with another method."""
+
+    status, code = 405, "method_not_allowed"
+
+
 class TooManyItems(GatewayError):
     """More images or clips than a request may carry."""
 
@@ -143,6 +192,24 @@ class WorkerRejected(GatewayError):
         super().__init__(message, param=param)
         if internal:
             self.status, self.kind = 500, "server_error"
+
+
+class WorkerTimeout(GatewayError):
+    """The worker did not say anything for too long."""
+
+    status, code, kind = 504, "worker_timeout", "server_error"
+
+
+class ShuttingDown(GatewayError):
+    """This gateway is being stopped; another one may take the request."""
+
+    status, code, kind = 503, "shutting_down", "server_error"
+
+
+class InternalError(GatewayError):
+    """A fault of this gateway. The text says no more than that."""
+
+    status, code, kind = 500, "internal_error", "server_error"
 
 
 def error_from_code(code: object, message: str) -> GatewayError:

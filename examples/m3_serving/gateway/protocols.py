@@ -8,13 +8,23 @@ Nothing here knows a model. A model family is one object (`ModelFamily`) that sa
 limits and brackets it uses; a medium's bytes are only ever parsed in a child process (`pool.py`).
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from .errors import GatewayError
+
 Modality = Literal["image", "video"]
+
+Hold = Callable[[int], None]
+"""Told of bytes that a request makes the server hold, as they come; may raise GatewayError."""
+
+
+def hold_nothing(count: int) -> None:
+    """The `Hold` of who does not count."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,18 @@ class MediaItem:
     modality: Modality
     source: MediaSource
     options: MediaOptions = field(default_factory=MediaOptions)
+    param: str | None = None
+    """the request's field it stands in, for error messages"""
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Errors inside say that they are about this item."""
+        try:
+            yield
+        except GatewayError as error:
+            if self.param is not None:
+                error.param = f"{self.param}.{error.param}" if error.param else self.param
+            raise
 
 
 @dataclass(frozen=True)
@@ -225,7 +247,9 @@ class PreparedItem:
 class MediaFetcher(Protocol):
     """From sources to bytes."""
 
-    async def fetch_all(self, items: Sequence[MediaItem], limits: MediaLimits) -> list[Fetched]:
+    async def fetch_all(
+        self, items: Sequence[MediaItem], limits: MediaLimits, hold: Hold = hold_nothing
+    ) -> list[Fetched]:
         """Bytes of every item, in order; a source named twice is fetched once."""
 
 
@@ -314,9 +338,11 @@ class ModelFamily(Protocol):
     geometry: PatchGeometry
     limits: MediaLimits
     placeholder_tokens: tuple[str, ...]
-    """special tokens that stand for rows of the tower's output"""
+    """special tokens that stand for rows of the tower's output: of images, of clips"""
     bracket_tokens: tuple[str, ...]
-    """the other special tokens that `pieces` uses"""
+    """the other special tokens that `pieces` uses: before a block of rows, after it"""
+    chat_template: str
+    """Jinja, for checkpoints that bring none"""
 
     def sizing(self, modality: Modality, options: MediaOptions) -> SizingPolicy:
         """The policy for one medium. Raises InvalidParameter."""
