@@ -1,6 +1,8 @@
 """Images and clips in the engine: equal to transformers, however the steps cut through them."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -355,9 +357,10 @@ def test_uint8_and_normalised_patches_give_the_same_features(media_engine):
     assert torch.equal(tower.encode(medium.patches, medium.grid), tower.encode(floats, medium.grid))
 
 
-def test_segments():
-    assert segments_of((1, 2, 6)) == [(1, 2, 6)]
-    assert segments_of((4, 2, 6)) == [(4, 2, 6)]
+def test_segments_are_the_reference_processors():
+    golden = Path(__file__).with_name("gateway") / "golden.json"
+    for clip in json.loads(golden.read_text())["videos"]:
+        assert list(map(list, segments_of(tuple(clip["grid_thw"])))) == clip["hf_chunk_rows"]
     assert segments_of((9, 2, 6)) == [(4, 2, 6), (4, 2, 6), (1, 2, 6)]
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import grpc
@@ -208,6 +209,28 @@ def test_requests_that_are_over_leave_no_memory(engine):
             await until(lambda: is_clean(server, engine))
             await asyncio.sleep(0.05)
             assert held() == before
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_gateway_keeps_no_patches_of_what_a_worker_has_taken(engine, tmp_path, shared):
+    directory = str(tmp_path) if shared else None
+
+    async def main():
+        async with (
+            serving(engine, shared_directory=directory) as (_, address),
+            client_of(address, shared_directory=directory) as client,
+        ):
+            await client.health()
+            request = make_request(*MIXED, new=LONG)
+            patches = [weakref.ref(item.patches) for item in request.prompt.items]
+            stream = client.generate(request)
+            del request
+            await anext(stream)
+            gc.collect()
+            assert [reference() for reference in patches] == [None] * 3
+            await stream.aclose()
 
     asyncio.run(main())
 

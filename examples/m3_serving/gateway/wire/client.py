@@ -120,9 +120,9 @@ class GrpcWorkerClient:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedTokens]:
         """See `WorkerClient.generate`."""
-        payload = Payload(request.prompt.items)
         await self._start()
-        attempt = await self._accepted(request, payload)
+        attempt = await self._accepted(request, Payload(request.prompt.items))
+        del request  # its media are the worker's now
         try:
             finished = False
             async for tokens in attempt.answer():
@@ -218,7 +218,9 @@ class _Attempt:
         self, worker: _Worker, request: GenerateRequest, payload: Payload, options: ClientOptions
     ) -> None:
         self.worker = worker
-        self._request, self._payload, self._options = request, payload, options
+        self._request: GenerateRequest | None = request
+        self._payload: Payload | None = payload
+        self._options = options
         self._directory = options.shared_directory or ""
         self._shared_name: str | None = None
         self._writing: asyncio.Future[None] | None = None
@@ -238,11 +240,12 @@ class _Attempt:
         await self._share()
         start = start_message(self._request, self._payload, self._shared_name)
 
+        chunks = self._payload.chunks() if self._shared_name is None else ()
+
         async def messages() -> AsyncIterator[pb.Message]:
             yield start
-            if self._shared_name is None:
-                for chunk in self._payload.chunks():
-                    yield chunk
+            for chunk in chunks:
+                yield chunk
 
         method = self.worker.channel.stream_stream(
             GENERATE, pb.Message.SerializeToString, pb.Reply.FromString
@@ -255,6 +258,7 @@ class _Attempt:
         if reply is grpc.aio.EOF or reply.WhichOneof("part") != "accepted":
             raise _NotAccepted("it answered with something else than its acceptance")
         self._unshare()
+        self._request = self._payload = None
 
     async def _read(self) -> pb.Reply:
         """The next message, or EOF."""
