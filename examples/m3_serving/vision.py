@@ -4,7 +4,6 @@ Tower and projector are transformers' own modules; what is here is what surround
 checkpoint, the pixels' affine, and the cut of a clip into segments.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .config import DTYPES, read_json
+from .config import ModelConfig, read_json
 from .weights import load_vision_weights
 
 SEGMENT_FRAMES = 4
@@ -109,7 +108,7 @@ class VisionTower:
     def from_folder(
         cls, folder: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu"
     ) -> "VisionTower":
-        """Loads the vision part of a checkpoint; `dtype` None keeps its own.
+        """Loads the vision part of a checkpoint; `dtype` None is that of its language model.
 
         Raises:
             ValueError: as `VisionConfig.from_folder` and `load_vision_weights`.
@@ -120,8 +119,7 @@ class VisionTower:
         config = VisionConfig.from_folder(folder)
         full = MiniMaxM3VLConfig.from_dict(read_json(Path(folder) / "config.json"))
         full.vision_config._attn_implementation = "sdpa"
-        stated = json.loads(full.to_json_string(use_diff=False)).get("dtype")
-        dtype = dtype or DTYPES.get(stated, torch.float32)
+        dtype = dtype or ModelConfig.from_folder(folder).dtype
         with torch.device("meta"):  # no time and memory for weights that are overwritten
             tower = MiniMaxM3VLVisionModel(full.vision_config)
             projector = reference.MiniMaxM3VLMultiModalProjector(full)

@@ -301,6 +301,27 @@ def test_a_busy_worker_passes_the_request_on(engine, media_engine):
     asyncio.run(main())
 
 
+def test_a_flood_of_calls_makes_a_worker_busy_and_not_broken(engine, monkeypatch):
+    """Above its number of calls gRPC refuses by itself, reports of health too."""
+    monkeypatch.setattr(server_module, "_SPARE_CALLS", 0)
+
+    async def main():
+        limits = AdmissionLimits(max_requests=1)
+        async with serving(engine, admission=limits) as (_, address), client_of(address) as client:
+            stream = await begun(client, make_request(*TEXT, new=LONG))
+            async with RawCaller(address) as raw:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await raw.health(pb.HealthRequest())
+                assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            await client._workers[0].ask(1.0)
+            assert client._workers[0].health.ready
+            with pytest.raises(WorkerBusy):
+                await collect(client, make_request(*TEXT))
+            await stream.aclose()
+
+    asyncio.run(main())
+
+
 # Which worker.
 
 
