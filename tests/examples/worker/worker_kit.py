@@ -3,9 +3,14 @@
 import asyncio
 import contextlib
 import hashlib
+import sys
 
 import grpc
 import numpy as np
+import pytest
+
+if sys.version_info < (3, 11):
+    pytest.skip("the gateway needs Python 3.11", allow_module_level=True)
 
 from examples.m3_serving.gateway.protocols import (
     ExpandedPrompt,
