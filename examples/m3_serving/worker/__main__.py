@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -43,6 +44,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="of all requests' images and clips; default: %(default)s",
     )
     parser.add_argument(
+        "--feature-mib",
+        type=int,
+        default=256,
+        help="of the vision tower's outputs, kept for media that come again; default: %(default)s",
+    )
+    parser.add_argument(
         "--grace", type=float, default=10.0, help="seconds for running answers at the end"
     )
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: the checkpoint's")
@@ -66,6 +73,7 @@ async def serve(engine: Engine, options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 2, and one line on stderr, for what is refused."""
     options = parse_arguments(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         engine = Engine.from_folder(
             options.model,
@@ -74,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             vision=not options.text_only,
             cache_tokens=options.cache_tokens,
             max_step_tokens=options.step_tokens,
+            feature_bytes=options.feature_mib << 20,
         )
         asyncio.run(serve(engine, options))
     except (ValueError, OSError, RuntimeError) as error:

@@ -7,6 +7,7 @@ that is done is its memory counted as free.
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from ..engine import Engine
 from ..media import Medium
 from ..sampling import SamplingParams
 from ..scheduler import Request, State
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,7 @@ class EngineThread:
             while self._wait_for_work():
                 self._turn()
         except Exception as error:
+            log.exception("the engine failed")
             self._failure = f"the engine failed: {type(error).__name__}: {error}"
         with self._wake:
             self._closed = True

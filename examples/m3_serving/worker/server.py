@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from dataclasses import dataclass, field, replace
 
 import grpc
@@ -18,6 +19,8 @@ from .admission import Admission, AdmissionLimits, NoRoom
 from .engine_thread import EngineFailed, EngineThread, Stream
 from .receive import SharedMemoryLost, receive_patches, shared_files
 from .validate import ModelFacts, Refused, RequestLimits, RequestSpec, check_start
+
+log = logging.getLogger(__name__)
 
 _FINISH_REASONS = {
     None: pb.FINISH_REASON_UNSPECIFIED,
@@ -150,6 +153,7 @@ class WorkerServer:
         try:
             await self._serve(context)
         except Refused as error:
+            log.warning("refused a request: %s", error)
             context.set_trailing_metadata(((FIELD_KEY, error.field),))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except NoRoom as error:

@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import random
 
 import grpc
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
 from worker_kit import (
     END,
     IMAGE,
@@ -26,7 +28,7 @@ from examples.m3_serving.gateway.protocols import SamplingOptions
 from examples.m3_serving.gateway.wire import shared_memory
 from examples.m3_serving.gateway.wire import worker_pb2 as pb
 from examples.m3_serving.gateway.wire.messages import Payload, start_message
-from examples.m3_serving.gateway.wire.methods import CHUNK_BYTES, FIELD_KEY
+from examples.m3_serving.gateway.wire.methods import CHUNK_BYTES, FIELD_KEY, GENERATE
 from examples.m3_serving.worker.admission import AdmissionLimits
 from examples.m3_serving.worker.validate import (
     ModelFacts,
@@ -221,6 +223,47 @@ def test_the_places_that_the_cases_name():
     prompt = make_request(*MIXED).prompt.token_ids
     assert len(prompt) == 71 and prompt[3:9] == [START, *[IMAGE_ID] * 4, END]
     assert prompt[13:19] == [START, *[VIDEO_ID] * 4, END] and prompt[44] == IMAGE_ID
+
+
+def test_damaged_messages_are_refused_or_still_good():
+    """Whatever a message says, the checks answer with `Refused` and never with another error."""
+    good = message().start.SerializeToString()
+    draw = random.Random(1)
+    outcomes = set()
+    for _ in range(3000):
+        damaged = bytearray(good)
+        for _ in range(draw.randint(1, 3)):
+            # Most bytes are pixels; what matters lies around them.
+            at = draw.choice([draw.randrange(400), len(good) - 1 - draw.randrange(800)])
+            damaged[at] = draw.choice([0, 1, 127, 128, 255, draw.randrange(256)])
+        try:
+            start = pb.Start.FromString(bytes(damaged))
+        except DecodeError:
+            outcomes.add("not a message")
+            continue
+        try:
+            spec = check_start(start, MODEL, LIMITS)
+        except Refused as refusal:
+            outcomes.add(refusal.field.split(".")[0].split("[")[0])
+            continue
+        outcomes.add("good")
+        assert spec.payload_bytes <= LIMITS.max_payload_bytes
+    assert outcomes >= {"not a message", "good", "prompt", "items", "protocol", "request_id"}
+
+
+def test_what_is_no_message_does_no_harm(media_engine):
+    async def main():
+        engine = media_engine(cache_tokens=512)
+        async with serving(engine) as (server, address), RawCaller(address) as raw:
+            bytes_call = raw.channel.stream_stream(GENERATE)
+            for data in (b"\xff", b"\x0a\xff\xff\xff\xff\x7f", bytes(1000)):
+                call = bytes_call(iter([data]))
+                assert await call.code() is not grpc.StatusCode.OK
+            replies = await raw.send(message(TEXT))
+            assert replies[-1].tokens.finish_reason == pb.FINISH_REASON_LENGTH
+            assert server.admission.requests == 0
+
+    asyncio.run(main())
 
 
 def test_bytes_of_all_items_are_limited():

@@ -36,7 +36,7 @@ class ClientOptions:
     health_timeout: float = 2.0
     accept_timeout: float = 60.0
     """until a worker has taken the whole request"""
-    stall_timeout: float = 300.0
+    stall_timeout: float = 600.0
     """between two messages of an answer, waiting for its turn included"""
     sweep_interval: float = 60.0
     shared_directory: str | None = shared_memory.DEFAULT_DIRECTORY
