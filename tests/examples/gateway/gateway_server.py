@@ -126,7 +126,7 @@ async def gateway(
     **settings,
 ):
     """A started service."""
-    settings = {"context_tokens": 4096, "health_s": 0.2, **settings}
+    settings = {"context_tokens": 4096, "health_s": 0.2, "stall_s": 20.0, **settings}
     service = ChatService(
         Settings(MODEL, **settings),
         family=family,

@@ -153,12 +153,11 @@ class _Exchange:
                 raise InvalidBody(f"the body's charset must be utf-8, got {value[:40]!r}")
 
     async def _drain(self) -> None:
-        """Reads a refused body to its end, within limits."""
-        left = self._settings.max_body_bytes
+        """Reads a refused body to its end, if that comes soon."""
         try:
             async with asyncio.timeout(_DRAIN_S):
-                while not self._body_read and left > 0:
-                    left -= len(await self._receive_piece())
+                while not self._body_read:
+                    await self._receive_piece()
         except TimeoutError:
             pass
 
@@ -255,7 +254,8 @@ class _Exchange:
         if error.status in (429, 503):
             headers["retry-after"] = str(self._settings.retry_after_s)
         if not self._body_read:
-            await self._drain()
+            if not isinstance(error, BodyTimeout):
+                await self._drain()
             headers["connection"] = "close"
         await self._json(error.status, error.to_openai(), headers)
 
