@@ -31,15 +31,14 @@ class Update:
 
 
 class EngineFailed(Exception):
-    """The engine raised; nothing it holds can be trusted."""
+    """The engine raised."""
 
 
 @dataclass(eq=False)
 class Stream:
-    """One request from the loop's side: `Update`s, or the exception that ended it."""
+    """One request from the loop's side: `Update`s, or the failure that ended it."""
 
-    events: "asyncio.Queue[Update | Exception | None]"
-    """None first: the engine has taken the request"""
+    events: "asyncio.Queue[Update | EngineFailed]"
     on_gone: Callable[[], None]
     """called in the loop when the engine holds nothing of the request any more"""
     gone: bool = False
@@ -97,7 +96,10 @@ class EngineThread:
         ignore_eos: bool,
         on_gone: Callable[[], None],
     ) -> Stream:
-        """Hands a request over; the stream's first event says whether the engine takes it."""
+        """Hands a checked request over. Arguments: see `Engine.add_request`.
+
+        `on_gone` is called in the event loop when the engine holds nothing of it any more.
+        """
         stream = Stream(asyncio.Queue(), on_gone)
         options = {
             "media": media,
@@ -145,10 +147,10 @@ class EngineThread:
                 return
         self._deliver([(command.stream, EngineFailed(self._failure or "the worker is closing"))])
 
-    def _deliver(self, events: list[tuple[Stream, Update | Exception | None]]) -> None:
+    def _deliver(self, events: list[tuple[Stream, Update | EngineFailed]]) -> None:
         for stream, event in events:
             stream.events.put_nowait(event)
-            over = isinstance(event, Exception) or (event is not None and event.finish_reason)
+            over = isinstance(event, EngineFailed) or event.finish_reason
             if over and not stream.gone:
                 stream.gone = True
                 stream.on_gone()
@@ -187,12 +189,12 @@ class EngineThread:
         self._step_began = None
         self._send(self._updates(given))
 
-    def _send(self, events: list[tuple[Stream, Update | Exception | None]]) -> None:
+    def _send(self, events: list[tuple[Stream, Update | EngineFailed]]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
             if events:
                 self._loop.call_soon_threadsafe(self._deliver, events)
 
-    def _obey(self, command: _Command) -> list[tuple[Stream, Update | Exception | None]]:
+    def _obey(self, command: _Command) -> list[tuple[Stream, Update | EngineFailed]]:
         stream = command.stream
         if command.options is None:
             running = self._running.pop(stream, None)
@@ -202,10 +204,10 @@ class EngineThread:
             return [(stream, Update((), "abort", 0))]
         try:
             request = self._engine.add_request(command.prompt, **command.options)
-        except ValueError as error:
-            return [(stream, error)]
+        except ValueError as error:  # the checks before should have found it
+            return [(stream, EngineFailed(f"the engine refuses the request: {error}"))]
         self._running[stream] = _Running(stream, request)
-        return [(stream, None)]
+        return []
 
     def _updates(self, given: list[Request]) -> list[tuple[Stream, Update]]:
         if not given:

@@ -9,13 +9,14 @@ import grpc
 import numpy as np
 import torch
 
+from ..cache import PAGE_TOKENS
 from ..engine import Engine
 from ..gateway.wire import shared_memory
 from ..gateway.wire import worker_pb2 as pb
 from ..gateway.wire.methods import CHANNEL_OPTIONS, FIELD_KEY, PROTOCOL, SERVICE
 from ..media import Medium
 from ..sampling import SamplingParams
-from .admission import Admission, AdmissionLimits, NoRoom
+from .admission import Admission, AdmissionLimits, NoRoom, Place
 from .engine_thread import EngineFailed, EngineThread, Stream
 from .receive import SharedMemoryLost, receive_patches, shared_files
 from .validate import ModelFacts, Refused, RequestLimits, RequestSpec, check_start
@@ -29,6 +30,10 @@ _FINISH_REASONS = {
 }
 _SPARE_CALLS = 64
 """calls beyond the admitted requests: reports of health, and requests that are being refused"""
+
+
+class NotReady(Exception):
+    """The worker takes no requests now."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ def facts_of(engine: Engine) -> ModelFacts:
     return ModelFacts(
         vocab_size=config.vocab_size,
         max_positions=config.max_positions,
+        cache_tokens=engine.pool.num_pages * PAGE_TOKENS,
         image_token_id=vision.image_token_id if vision else None,
         video_token_id=vision.video_token_id if vision else None,
         row_width=vision.row_width if vision else 0,
@@ -154,31 +160,53 @@ class WorkerServer:
             await self._serve(context)
         except Refused as error:
             log.warning("refused a request: %s", error)
-            context.set_trailing_metadata(((FIELD_KEY, error.field),))
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            field = ((FIELD_KEY, error.field),)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error), field)
         except NoRoom as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except NotReady as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except SharedMemoryLost as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
         except asyncio.TimeoutError:
-            await context.abort(
-                grpc.StatusCode.DEADLINE_EXCEEDED,
-                f"no message for {self.options.receive_timeout:g} s",
-            )
+            text = f"no message for {self.options.receive_timeout:g} s"
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
         except EngineFailed as error:
             code = grpc.StatusCode.UNAVAILABLE if self._closing else grpc.StatusCode.INTERNAL
             await context.abort(code, str(error))
 
     async def _serve(self, context: grpc.aio.ServicerContext) -> None:
-        stream = await self._take_in(context)
+        stream = await self._take(context)
         try:
-            await context.write(pb.Reply(accepted=pb.Accepted()))
             await self._answer(stream, context)
         finally:
             self.engine.cancel(stream)
 
-    async def _take_in(self, context: grpc.aio.ServicerContext) -> Stream:
-        """Everything up to the acceptance."""
+    async def _take(self, context: grpc.aio.ServicerContext) -> Stream:
+        """A request into the engine. Its variables end with it: they hold the media.
+
+        The engine gets it after the acceptance has been written: a client that has seen none may
+        give the request to another worker.
+        """
+        spec, arrays, place = await self._receive(context)
+        try:
+            await context.write(pb.Reply(accepted=pb.Accepted()))
+        except BaseException:
+            place.give_back()
+            raise
+        return self.engine.submit(
+            spec.prompt,
+            media_of(spec, arrays),
+            max_new_tokens=spec.max_new_tokens,
+            sampling=SamplingParams(spec.temperature, spec.top_p, spec.seed),
+            ignore_eos=spec.ignore_eos,
+            on_gone=place.give_back,
+        )
+
+    async def _receive(
+        self, context: grpc.aio.ServicerContext
+    ) -> tuple[RequestSpec, list[np.ndarray], Place]:
+        """(what is asked, its patches, the room they take), all of it checked."""
 
         async def next_message() -> pb.Message | None:
             message = await asyncio.wait_for(context.read(), self.options.receive_timeout)
@@ -187,42 +215,17 @@ class WorkerServer:
         first = await next_message()
         if first is None or first.WhichOneof("part") != "start":
             raise Refused("start", "must be the first message, got another or none")
-        async with shared_files(first.start, self._shared):
+        shared = self._shared
+        async with shared_files(first.start, shared):
             if self._trouble:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, self._trouble)
+                raise NotReady(self._trouble)
             spec = check_start(first.start, self.model, self.limits)
             place = self.admission.take(spec.payload_bytes)
-            stream = None
             try:
-                arrays = await receive_patches(first.start, spec, next_message, self._shared)
-                stream = self._submit(spec, arrays, place.give_back)
-                await self._taken(stream)
-                return stream
+                return spec, await receive_patches(first.start, spec, next_message, shared), place
             except BaseException:
-                if stream is None:
-                    place.give_back()
-                else:
-                    self.engine.cancel(stream)
+                place.give_back()
                 raise
-
-    def _submit(self, spec: RequestSpec, arrays: list[np.ndarray], on_gone) -> Stream:
-        return self.engine.submit(
-            spec.prompt,
-            media_of(spec, arrays),
-            max_new_tokens=spec.max_new_tokens,
-            sampling=SamplingParams(spec.temperature, spec.top_p, spec.seed),
-            ignore_eos=spec.ignore_eos,
-            on_gone=on_gone,
-        )
-
-    @staticmethod
-    async def _taken(stream: Stream) -> None:
-        """Until the engine has the request; Refused if it cannot hold it."""
-        event = await stream.events.get()
-        if isinstance(event, ValueError):
-            raise Refused("prompt", str(event)) from event
-        if isinstance(event, Exception):
-            raise event
 
     @staticmethod
     async def _answer(stream: Stream, context: grpc.aio.ServicerContext) -> None:

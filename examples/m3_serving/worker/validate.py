@@ -34,6 +34,8 @@ class ModelFacts:
 
     vocab_size: int
     max_positions: int
+    cache_tokens: int
+    """that the engine's pages hold"""
     image_token_id: int | None
     """None: the model has no vision tower"""
     video_token_id: int | None
@@ -106,6 +108,13 @@ def check_start(start: pb.Start, model: ModelFacts, limits: RequestLimits) -> Re
         "prompt",
         f"at most {model.max_positions} tokens together with max_new_tokens",
         f"{len(prompt)} + {new}",
+    )
+    # The last token of an answer is never computed, so it needs no slot.
+    _require(
+        len(prompt) + new - 1 <= model.cache_tokens,
+        "prompt",
+        f"at most {model.cache_tokens} tokens, the cache's, together with max_new_tokens less one",
+        f"{len(prompt)} + {new} - 1",
     )
     temperature, top_p, seed = _check_sampling(start.sampling)
     _require(

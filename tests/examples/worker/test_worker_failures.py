@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 import weakref
 from pathlib import Path
 
@@ -553,6 +554,37 @@ def test_a_request_that_was_not_accepted_goes_to_the_next(engine):
     asyncio.run(main())
 
 
+def test_an_engine_never_has_what_was_not_accepted(engine, monkeypatch):
+    """The acceptance is written first: a client that has not seen it may ask another worker."""
+    seen = []
+    write, add = server_module.pb.Reply.SerializeToString, engine.add_request
+
+    def serialize(reply):
+        seen.append(reply.WhichOneof("part"))
+        return write(reply)
+
+    def add_request(*arguments, **options):
+        seen.append("engine")
+        return add(*arguments, **options)
+
+    class Replies:
+        SerializeToString = staticmethod(serialize)
+
+        def __new__(cls, **parts):
+            return pb.Reply(**parts)
+
+    monkeypatch.setattr(engine, "add_request", add_request)
+    monkeypatch.setattr(server_module, "pb", types.SimpleNamespace(**vars(pb)))
+    monkeypatch.setattr(server_module.pb, "Reply", Replies)
+
+    async def main():
+        async with serving(engine) as (_, address), client_of(address) as client:
+            await collect(client, make_request(*IMAGE))
+
+    asyncio.run(main())
+    assert seen[:2] == ["accepted", "engine"] and set(seen[2:]) == {"tokens"}
+
+
 def test_an_answer_that_ends_without_a_reason_is_an_error():
     async def stops(context):
         await context.write(ACCEPTED)
@@ -576,6 +608,7 @@ def test_a_closed_client_says_so(engine):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_worker_process_that_is_killed_and_one_that_is_ended(media_checkpoint, tmp_path):
     """The real process: killed while it answers, started again at its address, told to end."""
     path = f"unix:{tmp_path}/w.sock"

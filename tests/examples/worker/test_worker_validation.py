@@ -37,7 +37,7 @@ from examples.m3_serving.worker.validate import (
     check_start,
 )
 
-MODEL = ModelFacts(262, 4096, IMAGE_ID, VIDEO_ID, 1176, 2)
+MODEL = ModelFacts(262, 4096, 4224, IMAGE_ID, VIDEO_ID, 1176, 2)
 LIMITS = RequestLimits(max_items=3, max_payload_bytes=1 << 20)
 SHARED = shared_memory.new_name()
 
@@ -273,7 +273,7 @@ def test_bytes_of_all_items_are_limited():
 
 
 def test_a_model_without_a_tower_takes_text_only():
-    model = ModelFacts(262, 4096, None, None, 0, 1)
+    model = ModelFacts(262, 4096, 4224, None, None, 0, 1)
     check_start(message(TEXT).start, model, LIMITS)
     with pytest.raises(Refused, match=r"items\[0\]: must be absent") as caught:
         check_start(message().start, model, LIMITS)
@@ -376,9 +376,19 @@ def test_a_refusal_over_the_wire_names_the_field(refusal):
 
 
 def test_what_the_cache_cannot_hold_is_refused(refusal):
-    code, field, text = refusal(message((600,)))
+    code, field, text = refusal(message((512,), new=2))
     assert (code, field) == (grpc.StatusCode.INVALID_ARGUMENT, "prompt")
-    assert "must fit into the cache" in text
+    assert "at most 512 tokens, the cache's" in text and "got 512 + 2 - 1" in text
+
+
+def test_what_the_cache_just_holds_is_served(media_engine):
+    async def main():
+        engine = media_engine(cache_tokens=512)
+        async with serving(engine) as (_, address), RawCaller(address) as raw:
+            replies = await raw.send(message((511,), new=2))
+            assert sum(len(reply.tokens.ids) for reply in replies) == 2
+
+    asyncio.run(main())
 
 
 def test_what_could_never_be_admitted_is_too_large_and_not_busy(refusal):

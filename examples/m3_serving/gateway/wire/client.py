@@ -1,11 +1,12 @@
 """Several workers behind one interface: the one with the least to do gets the request.
 
-A request that a worker has not accepted may go to the next one; one that it has accepted may not:
-if the worker died of it, the next would die too. So each request ends in an answer or in one of the
-four errors, and never twice.
+A request that a worker has not accepted may go to the next one: no engine has seen it. One that it
+has accepted may not: if the worker died of it, the next would die too. So each request ends in an
+answer or in one of the four errors, and never twice.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,8 @@ from . import shared_memory
 from . import worker_pb2 as pb
 from .messages import Payload, start_message
 from .methods import CHANNEL_OPTIONS, FIELD_KEY, GENERATE, HEALTH, PROTOCOL
+
+log = logging.getLogger(__name__)
 
 _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 _RECONNECT_OPTIONS = (
@@ -173,7 +176,11 @@ class GrpcWorkerClient:
     async def _watch(self, worker: _Worker) -> None:
         while True:
             await asyncio.sleep(self._options.health_interval)
-            await worker.ask(self._options.health_timeout)
+            try:
+                await worker.ask(self._options.health_timeout)
+            except Exception as error:  # the next look may be better; none would be worse
+                log.exception("the health of %s cannot be told", worker.name)
+                worker.went_wrong(repr(error))
 
     async def _sweep(self, directory: str) -> None:
         while True:
@@ -312,7 +319,7 @@ class _Attempt:
             name = dict(error.trailing_metadata() or ()).get(FIELD_KEY, "")
             own = name.split(".")[0] not in _CLIENT_FIELDS
             return WorkerRejected(details, param=None if own else name, internal=own)
-        if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
+        if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):  # a fault, not a refusal
             return WorkerLost(f"the worker {self.worker.name} failed: {details}")
         return _NotAccepted(f"{code.name.lower()}: {details}")
 

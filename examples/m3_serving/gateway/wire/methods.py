@@ -1,7 +1,5 @@
 """Names and sizes that both sides of the wire must agree on."""
 
-import grpc
-
 PROTOCOL = 1
 
 SERVICE = "m3_serving.worker.v1.Worker"
@@ -35,5 +33,3 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # Only the server reads this one: such pings are what it expects.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
-
-UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED)

@@ -129,14 +129,17 @@ def sweep(directory: str) -> list[str]:
     """
     removed = []
     namespace = _namespace()
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(directory):
-            match = _NAME.fullmatch(name)
-            if match is None or int(match[1]) != namespace:
-                continue
-            if _started(int(match[2])) == int(match[3]):
-                continue
-            with contextlib.suppress(OSError):  # another sweeper was first, or another user's
-                remove(directory, name)
-                removed.append(name)
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return []
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match is None or int(match[1]) != namespace:
+            continue
+        if _started(int(match[2])) == int(match[3]):
+            continue
+        with contextlib.suppress(OSError):  # another sweeper was first, or another user's
+            remove(directory, name)
+            removed.append(name)
     return removed

@@ -24,7 +24,6 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
-
 MODALITY_UNSPECIFIED: Modality
 MODALITY_IMAGE: Modality
 MODALITY_VIDEO: Modality
@@ -41,22 +40,10 @@ class Message(_message.Message):
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     start: Start
     chunk: Chunk
-    def __init__(
-        self,
-        start: _Optional[_Union[Start, _Mapping]] = ...,
-        chunk: _Optional[_Union[Chunk, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = (
-        "protocol",
-        "request_id",
-        "prompt",
-        "max_new_tokens",
-        "sampling",
-        "ignore_eos",
-        "items",
-    )
+    __slots__ = ("protocol", "request_id", "prompt", "max_new_tokens", "sampling", "ignore_eos", "items")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -71,16 +58,7 @@ class Start(_message.Message):
     sampling: Sampling
     ignore_eos: bool
     items: _containers.RepeatedCompositeFieldContainer[Item]
-    def __init__(
-        self,
-        protocol: _Optional[int] = ...,
-        request_id: _Optional[str] = ...,
-        prompt: _Optional[_Iterable[int]] = ...,
-        max_new_tokens: _Optional[int] = ...,
-        sampling: _Optional[_Union[Sampling, _Mapping]] = ...,
-        ignore_eos: _Optional[bool] = ...,
-        items: _Optional[_Iterable[_Union[Item, _Mapping]]] = ...,
-    ) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., ignore_eos: _Optional[bool] = ..., items: _Optional[_Iterable[_Union[Item, _Mapping]]] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "seed")
@@ -90,25 +68,10 @@ class Sampling(_message.Message):
     temperature: float
     top_p: float
     seed: int
-    def __init__(
-        self,
-        temperature: _Optional[float] = ...,
-        top_p: _Optional[float] = ...,
-        seed: _Optional[int] = ...,
-    ) -> None: ...
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Item(_message.Message):
-    __slots__ = (
-        "modality",
-        "content_key",
-        "dtype",
-        "shape",
-        "grid",
-        "placeholders",
-        "inline",
-        "chunked",
-        "shared_memory",
-    )
+    __slots__ = ("modality", "content_key", "dtype", "shape", "grid", "placeholders", "inline", "chunked", "shared_memory")
     MODALITY_FIELD_NUMBER: _ClassVar[int]
     CONTENT_KEY_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -127,18 +90,7 @@ class Item(_message.Message):
     inline: bytes
     chunked: Chunked
     shared_memory: SharedMemory
-    def __init__(
-        self,
-        modality: _Optional[_Union[Modality, str]] = ...,
-        content_key: _Optional[str] = ...,
-        dtype: _Optional[_Union[DType, str]] = ...,
-        shape: _Optional[_Iterable[int]] = ...,
-        grid: _Optional[_Iterable[int]] = ...,
-        placeholders: _Optional[_Iterable[_Union[Placeholders, _Mapping]]] = ...,
-        inline: _Optional[bytes] = ...,
-        chunked: _Optional[_Union[Chunked, _Mapping]] = ...,
-        shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, modality: _Optional[_Union[Modality, str]] = ..., content_key: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., grid: _Optional[_Iterable[int]] = ..., placeholders: _Optional[_Iterable[_Union[Placeholders, _Mapping]]] = ..., inline: _Optional[bytes] = ..., chunked: _Optional[_Union[Chunked, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ...) -> None: ...
 
 class Placeholders(_message.Message):
     __slots__ = ("offset", "length")
@@ -162,12 +114,7 @@ class SharedMemory(_message.Message):
     name: str
     offset: int
     num_bytes: int
-    def __init__(
-        self,
-        name: _Optional[str] = ...,
-        offset: _Optional[int] = ...,
-        num_bytes: _Optional[int] = ...,
-    ) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., offset: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("item", "offset", "data")
@@ -177,9 +124,7 @@ class Chunk(_message.Message):
     item: int
     offset: int
     data: bytes
-    def __init__(
-        self, item: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...
-    ) -> None: ...
+    def __init__(self, item: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Reply(_message.Message):
     __slots__ = ("accepted", "tokens")
@@ -187,11 +132,7 @@ class Reply(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     accepted: Accepted
     tokens: Tokens
-    def __init__(
-        self,
-        accepted: _Optional[_Union[Accepted, _Mapping]] = ...,
-        tokens: _Optional[_Union[Tokens, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ()
@@ -205,27 +146,14 @@ class Tokens(_message.Message):
     ids: _containers.RepeatedScalarFieldContainer[int]
     finish_reason: FinishReason
     cached_tokens: int
-    def __init__(
-        self,
-        ids: _Optional[_Iterable[int]] = ...,
-        finish_reason: _Optional[_Union[FinishReason, str]] = ...,
-        cached_tokens: _Optional[int] = ...,
-    ) -> None: ...
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class HealthRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class HealthReply(_message.Message):
-    __slots__ = (
-        "protocol",
-        "ready",
-        "reason",
-        "running",
-        "waiting",
-        "payload_bytes",
-        "shared_memory",
-    )
+    __slots__ = ("protocol", "ready", "reason", "running", "waiting", "payload_bytes", "shared_memory")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -240,13 +168,4 @@ class HealthReply(_message.Message):
     waiting: int
     payload_bytes: int
     shared_memory: str
-    def __init__(
-        self,
-        protocol: _Optional[int] = ...,
-        ready: _Optional[bool] = ...,
-        reason: _Optional[str] = ...,
-        running: _Optional[int] = ...,
-        waiting: _Optional[int] = ...,
-        payload_bytes: _Optional[int] = ...,
-        shared_memory: _Optional[str] = ...,
-    ) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., ready: _Optional[bool] = ..., reason: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., shared_memory: _Optional[str] = ...) -> None: ...
