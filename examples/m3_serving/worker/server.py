@@ -168,7 +168,7 @@ class WorkerServer:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except SharedMemoryLost as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
-        except asyncio.TimeoutError:
+        except TimeoutError:
             text = f"no message for {self.options.receive_timeout:g} s"
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
         except EngineFailed as error:
@@ -209,7 +209,8 @@ class WorkerServer:
         """(what is asked, its patches, the room they take), all of it checked."""
 
         async def next_message() -> pb.Message | None:
-            message = await asyncio.wait_for(context.read(), self.options.receive_timeout)
+            async with asyncio.timeout(self.options.receive_timeout):
+                message = await context.read()
             return None if message is grpc.aio.EOF else message
 
         first = await next_message()
@@ -222,6 +223,7 @@ class WorkerServer:
             spec = check_start(first.start, self.model, self.limits)
             place = self.admission.take(spec.payload_bytes)
             try:
+                await context.write(pb.Reply(admitted=pb.Admitted()))
                 return spec, await receive_patches(first.start, spec, next_message, shared), place
             except BaseException:
                 place.give_back()

@@ -174,7 +174,8 @@ def test_a_client_that_stops_sending_is_given_up(engine):
                 call = raw.generate()
                 for message in first:
                     await call.write(message)
-                    await until(lambda: server.admission.payload_bytes == 94080)
+                    assert (await call.read()).WhichOneof("part") == "admitted"
+                    assert server.admission.payload_bytes == 94080
                 assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                 await until(lambda: is_clean(server, engine))
 
@@ -505,7 +506,16 @@ async def fake_worker(generate):
     await server.stop(None)
 
 
-ACCEPTED = pb.Reply(accepted=pb.Accepted())
+ADMITTED, ACCEPTED = pb.Reply(admitted=pb.Admitted()), pb.Reply(accepted=pb.Accepted())
+
+
+async def accept(context):
+    """Takes a request as a worker does."""
+    await context.read()
+    await context.write(ADMITTED)
+    while await context.read() is not grpc.aio.EOF:
+        pass
+    await context.write(ACCEPTED)
 
 
 def test_an_accepted_request_is_never_given_to_a_second_worker(engine):
@@ -515,7 +525,7 @@ def test_an_accepted_request_is_never_given_to_a_second_worker(engine):
         for code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL):
 
             async def dies(context, code=code):
-                await context.write(ACCEPTED)
+                await accept(context)
                 await context.abort(code, "gone")
 
             async with (
@@ -534,14 +544,24 @@ def test_a_request_that_was_not_accepted_goes_to_the_next(engine):
     async def unavailable(context):
         await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
 
+    async def is_ending(context):
+        await context.read()
+        await context.write(ADMITTED)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "not any more")
+
     async def hangs(context):
+        await asyncio.sleep(60)
+
+    async def hangs_later(context):
+        await context.read()
+        await context.write(ADMITTED)
         await asyncio.sleep(60)
 
     async def says_something_else(context):
         await context.write(pb.Reply(tokens=pb.Tokens(ids=[1])))
 
     async def main():
-        for generate in (unavailable, hangs, says_something_else):
+        for generate in (unavailable, is_ending, hangs, hangs_later, says_something_else):
             async with (
                 fake_worker(generate) as first,
                 serving(engine) as (_, second),
@@ -582,12 +602,12 @@ def test_an_engine_never_has_what_was_not_accepted(engine, monkeypatch):
             await collect(client, make_request(*IMAGE))
 
     asyncio.run(main())
-    assert seen[:2] == ["accepted", "engine"] and set(seen[2:]) == {"tokens"}
+    assert seen[:3] == ["admitted", "accepted", "engine"] and set(seen[3:]) == {"tokens"}
 
 
 def test_an_answer_that_ends_without_a_reason_is_an_error():
     async def stops(context):
-        await context.write(ACCEPTED)
+        await accept(context)
         await context.write(pb.Reply(tokens=pb.Tokens(ids=[1])))
 
     async def main():
@@ -661,7 +681,8 @@ def test_a_full_worker_refuses_before_any_bytes_are_sent(engine):
         ):
             first, second = raw.generate(), raw.generate()
             await first.write(start)
-            await until(lambda: server.admission.payload_bytes == 94080)
+            assert (await first.read()).WhichOneof("part") == "admitted"
+            assert server.admission.payload_bytes == 94080
             await second.write(start)
             assert await second.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert (server.admission.requests, engine.num_steps) == (1, 0)

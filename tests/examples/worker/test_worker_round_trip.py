@@ -194,6 +194,11 @@ def test_repeated_requests_find_their_pages(media_engine):
                 cached.append(messages[0].cached_tokens)
                 assert all(message.cached_tokens == 0 for message in messages[1:])
             assert cached == [0, 128, 0, 128]
+            # The same pixels under another key, as of a clip at another fps: another page.
+            request = make_request(9, image, 30)
+            object.__setattr__(request.prompt.items[0], "content_key", "0" * 64)
+            _, messages = await collect(client, request)
+            assert messages[0].cached_tokens == 0
 
     asyncio.run(main())
 

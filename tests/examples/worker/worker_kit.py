@@ -116,13 +116,35 @@ class RawCaller:
         )
 
     async def send(self, *messages):
-        """All replies; raises the call's error."""
+        """All replies after the admission; raises the call's error.
 
-        async def outgoing():
-            for message in messages:
-                yield message
+        Where the call ends while something is still being written, its status may be lost to gRPC:
+        then it is sent anew.
+        """
+        for _ in range(20):
+            try:
+                return await self._send_once(*messages)
+            except grpc.aio.AioRpcError as error:
+                if error.details() != "Internal error from Core":
+                    raise
+        raise AssertionError("the status was lost each time")
 
-        return [reply async for reply in self.generate(outgoing())]
+    async def _send_once(self, *messages):
+        call = self.generate()
+        if messages:
+            await call.write(messages[0])
+            if messages[0].WhichOneof("part") == "start":
+                reply = await call.read()
+                assert reply.WhichOneof("part") == "admitted"
+        with contextlib.suppress(asyncio.InvalidStateError):  # it has ended, why is read below
+            for message in messages[1:]:
+                await call.write(message)
+                await asyncio.sleep(0.005)
+            await call.done_writing()
+        replies = []
+        while (reply := await call.read()) is not grpc.aio.EOF:
+            replies.append(reply)
+        return replies
 
     async def __aenter__(self):
         return self

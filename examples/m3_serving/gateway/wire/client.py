@@ -7,8 +7,9 @@ answer or in one of the four errors, and never twice.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 
@@ -27,6 +28,10 @@ _RECONNECT_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
+_STATUS_LOST = "Internal error from Core"
+"""What gRPC for asyncio says where a call has ended under a write and it has not seen why."""
+_MOST_REPETITIONS = 4
+"""of a request at a worker that would take it sent in another way, or did not say why it did not"""
 _CLIENT_FIELDS = ("prompt", "max_new_tokens", "sampling")
 """of a request: what its author chose, not the gateway"""
 
@@ -191,6 +196,7 @@ class GrpcWorkerClient:
         """The request at the first worker that takes it, least loaded first."""
         tried: set[_Worker] = set()
         busy, reasons = False, []
+        again = _MOST_REPETITIONS
         while True:
             ready = [w for w in self._workers if w.health.ready and w not in tried]
             if not ready:
@@ -202,7 +208,8 @@ class GrpcWorkerClient:
                 await attempt.send()
             except _NotAccepted as refusal:
                 attempt.close()
-                if refusal.again:
+                if refusal.again and again:
+                    again -= 1
                     tried.discard(worker)
                     continue
                 busy |= refusal.busy
@@ -241,38 +248,42 @@ class _Attempt:
     async def send(self) -> None:
         """Until the worker has accepted; _NotAccepted, WorkerRejected or WorkerLost if not."""
         try:
-            await asyncio.wait_for(self._send(), self._options.accept_timeout)
-        except asyncio.TimeoutError:
+            async with asyncio.timeout(self._options.accept_timeout):
+                await self._send()
+        except TimeoutError:
             raise _NotAccepted("it did not take the request in time") from None
 
     async def _send(self) -> None:
         await self._share()
         start = start_message(self._request, self._payload, self._shared_name)
-
-        chunks = self._payload.chunks() if self._shared_name is None else ()
-
-        async def messages() -> AsyncIterator[pb.Message]:
-            yield start
-            for chunk in chunks:
-                yield chunk
-
         method = self.worker.channel.stream_stream(
             GENERATE, pb.Message.SerializeToString, pb.Reply.FromString
         )
-        self._call = method(messages())
+        call = self._call = method()
         try:
-            reply = await self._read()
-        except grpc.aio.AioRpcError as error:
-            raise self._refusal(error) from error
-        if reply is grpc.aio.EOF or reply.WhichOneof("part") != "accepted":
-            raise _NotAccepted("it answered with something else than its acceptance")
+            await self._own(call.write(start))
+            await self._expect("admitted")
+            for chunk in () if self._shared_name else self._payload.chunks():
+                await self._own(call.write(chunk))
+            await self._own(call.done_writing())
+            await self._expect("accepted")
+        except (
+            grpc.aio.AioRpcError,
+            asyncio.InvalidStateError,
+        ) as error:  # or ended before a write
+            raise await self._refusal(call) from error
         self._unshare()
         self._request = self._payload = None
 
-    async def _read(self) -> pb.Reply:
-        """The next message, or EOF."""
+    async def _expect(self, part: str) -> None:
+        reply = await self._own(self._call.read())
+        if reply is grpc.aio.EOF or reply.WhichOneof("part") != part:
+            raise _NotAccepted(f"it answered with something else than that it has {part}")
+
+    async def _own(self, step: Awaitable[Any]) -> Any:
+        """The result of a step of the call."""
         try:
-            return await self._call.read()
+            return await step
         except asyncio.CancelledError:
             # Of the call, because its channel was closed, or of the task that waits for it; only
             # the latter may look like that to the caller.
@@ -307,16 +318,18 @@ class _Attempt:
             directory = self._directory
             self._writing.add_done_callback(lambda _: shared_memory.remove(directory, name))
 
-    def _refusal(self, error: grpc.aio.AioRpcError) -> Exception:
-        """What a status before the acceptance means."""
-        code, details = error.code(), error.details() or "no reason given"
+    async def _refusal(self, call: grpc.aio.StreamStreamCall) -> Exception:
+        """What the status of a call means that ended before the acceptance."""
+        code, details = await call.code(), await call.details() or "no reason given"
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             return _NotAccepted(details, busy=True)
         if code is grpc.StatusCode.NOT_FOUND and self._shared_name is not None:
             self.worker.may_share = False
             return _NotAccepted(details, again=True)
+        if code is grpc.StatusCode.INTERNAL and details == _STATUS_LOST:
+            return _NotAccepted(details, again=True)
         if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE):
-            name = dict(error.trailing_metadata() or ()).get(FIELD_KEY, "")
+            name = dict(await call.trailing_metadata() or ()).get(FIELD_KEY, "")
             own = name.split(".")[0] not in _CLIENT_FIELDS
             return WorkerRejected(details, param=None if own else name, internal=own)
         if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):  # a fault, not a refusal
@@ -328,8 +341,9 @@ class _Attempt:
         name = self.worker.name
         while True:
             try:
-                reply = await asyncio.wait_for(self._read(), self._options.stall_timeout)
-            except asyncio.TimeoutError:
+                async with asyncio.timeout(self._options.stall_timeout):
+                    reply = await self._own(self._call.read())
+            except TimeoutError:
                 raise WorkerLost(
                     f"the worker {name} said nothing for {self._options.stall_timeout:g} s"
                 ) from None

@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$m3_serving/gateway/wire/worker.proto\x12\x14m3_serving.worker.v1\"m\n\x07Message\x12,\n\x05start\x18\x01 \x01(\x0b\x32\x1b.m3_serving.worker.v1.StartH\x00\x12,\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1b.m3_serving.worker.v1.ChunkH\x00\x42\x06\n\x04part\"\xc6\x01\n\x05Start\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06prompt\x18\x03 \x03(\r\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x30\n\x08sampling\x18\x05 \x01(\x0b\x32\x1e.m3_serving.worker.v1.Sampling\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12)\n\x05items\x18\x07 \x03(\x0b\x32\x1a.m3_serving.worker.v1.Item\"n\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x11\n\x04seed\x18\x03 \x01(\x03H\x02\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seed\"\xdc\x02\n\x04Item\x12\x30\n\x08modality\x18\x01 \x01(\x0e\x32\x1e.m3_serving.worker.v1.Modality\x12\x13\n\x0b\x63ontent_key\x18\x02 \x01(\t\x12*\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1b.m3_serving.worker.v1.DType\x12\r\n\x05shape\x18\x04 \x03(\x04\x12\x0c\n\x04grid\x18\x05 \x03(\x04\x12\x38\n\x0cplaceholders\x18\x06 \x03(\x0b\x32\".m3_serving.worker.v1.Placeholders\x12\x10\n\x06inline\x18\x07 \x01(\x0cH\x00\x12\x30\n\x07\x63hunked\x18\x08 \x01(\x0b\x32\x1d.m3_serving.worker.v1.ChunkedH\x00\x12;\n\rshared_memory\x18\t \x01(\x0b\x32\".m3_serving.worker.v1.SharedMemoryH\x00\x42\t\n\x07payload\".\n\x0cPlaceholders\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\x04\"\x1c\n\x07\x43hunked\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"?\n\x0cSharedMemory\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"3\n\x05\x43hunk\x12\x0c\n\x04item\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"s\n\x05Reply\x12\x32\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1e.m3_serving.worker.v1.AcceptedH\x00\x12.\n\x06tokens\x18\x02 \x01(\x0b\x32\x1c.m3_serving.worker.v1.TokensH\x00\x42\x06\n\x04part\"\n\n\x08\x41\x63\x63\x65pted\"g\n\x06Tokens\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x39\n\rfinish_reason\x18\x02 \x01(\x0e\x32\".m3_serving.worker.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x03 \x01(\x04\"\x0f\n\rHealthRequest\"\x8e\x01\n\x0bHealthReply\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x15\n\rpayload_bytes\x18\x06 \x01(\x04\x12\x15\n\rshared_memory\x18\x07 \x01(\t*L\n\x08Modality\x12\x18\n\x14MODALITY_UNSPECIFIED\x10\x00\x12\x12\n\x0eMODALITY_IMAGE\x10\x01\x12\x12\n\x0eMODALITY_VIDEO\x10\x02*C\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x44TYPE_UINT8\x10\x01\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa6\x01\n\x06Worker\x12J\n\x08Generate\x12\x1d.m3_serving.worker.v1.Message\x1a\x1b.m3_serving.worker.v1.Reply(\x01\x30\x01\x12P\n\x06Health\x12#.m3_serving.worker.v1.HealthRequest\x1a!.m3_serving.worker.v1.HealthReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$m3_serving/gateway/wire/worker.proto\x12\x14m3_serving.worker.v1\"m\n\x07Message\x12,\n\x05start\x18\x01 \x01(\x0b\x32\x1b.m3_serving.worker.v1.StartH\x00\x12,\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1b.m3_serving.worker.v1.ChunkH\x00\x42\x06\n\x04part\"\xc6\x01\n\x05Start\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06prompt\x18\x03 \x03(\r\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x30\n\x08sampling\x18\x05 \x01(\x0b\x32\x1e.m3_serving.worker.v1.Sampling\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12)\n\x05items\x18\x07 \x03(\x0b\x32\x1a.m3_serving.worker.v1.Item\"n\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x11\n\x04seed\x18\x03 \x01(\x03H\x02\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seed\"\xdc\x02\n\x04Item\x12\x30\n\x08modality\x18\x01 \x01(\x0e\x32\x1e.m3_serving.worker.v1.Modality\x12\x13\n\x0b\x63ontent_key\x18\x02 \x01(\t\x12*\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1b.m3_serving.worker.v1.DType\x12\r\n\x05shape\x18\x04 \x03(\x04\x12\x0c\n\x04grid\x18\x05 \x03(\x04\x12\x38\n\x0cplaceholders\x18\x06 \x03(\x0b\x32\".m3_serving.worker.v1.Placeholders\x12\x10\n\x06inline\x18\x07 \x01(\x0cH\x00\x12\x30\n\x07\x63hunked\x18\x08 \x01(\x0b\x32\x1d.m3_serving.worker.v1.ChunkedH\x00\x12;\n\rshared_memory\x18\t \x01(\x0b\x32\".m3_serving.worker.v1.SharedMemoryH\x00\x42\t\n\x07payload\".\n\x0cPlaceholders\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\x04\"\x1c\n\x07\x43hunked\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"?\n\x0cSharedMemory\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"3\n\x05\x43hunk\x12\x0c\n\x04item\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xa7\x01\n\x05Reply\x12\x32\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32\x1e.m3_serving.worker.v1.AdmittedH\x00\x12\x32\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x1e.m3_serving.worker.v1.AcceptedH\x00\x12.\n\x06tokens\x18\x03 \x01(\x0b\x32\x1c.m3_serving.worker.v1.TokensH\x00\x42\x06\n\x04part\"\n\n\x08\x41\x64mitted\"\n\n\x08\x41\x63\x63\x65pted\"g\n\x06Tokens\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x39\n\rfinish_reason\x18\x02 \x01(\x0e\x32\".m3_serving.worker.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x03 \x01(\x04\"\x0f\n\rHealthRequest\"\x8e\x01\n\x0bHealthReply\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x15\n\rpayload_bytes\x18\x06 \x01(\x04\x12\x15\n\rshared_memory\x18\x07 \x01(\t*L\n\x08Modality\x12\x18\n\x14MODALITY_UNSPECIFIED\x10\x00\x12\x12\n\x0eMODALITY_IMAGE\x10\x01\x12\x12\n\x0eMODALITY_VIDEO\x10\x02*C\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x44TYPE_UINT8\x10\x01\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa6\x01\n\x06Worker\x12J\n\x08Generate\x12\x1d.m3_serving.worker.v1.Message\x1a\x1b.m3_serving.worker.v1.Reply(\x01\x30\x01\x12P\n\x06Health\x12#.m3_serving.worker.v1.HealthRequest\x1a!.m3_serving.worker.v1.HealthReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'm3_serving.gateway.wire.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MODALITY']._serialized_start=1429
-  _globals['_MODALITY']._serialized_end=1505
-  _globals['_DTYPE']._serialized_start=1507
-  _globals['_DTYPE']._serialized_end=1574
-  _globals['_FINISHREASON']._serialized_start=1576
-  _globals['_FINISHREASON']._serialized_end=1671
+  _globals['_MODALITY']._serialized_start=1494
+  _globals['_MODALITY']._serialized_end=1570
+  _globals['_DTYPE']._serialized_start=1572
+  _globals['_DTYPE']._serialized_end=1639
+  _globals['_FINISHREASON']._serialized_start=1641
+  _globals['_FINISHREASON']._serialized_end=1736
   _globals['_MESSAGE']._serialized_start=62
   _globals['_MESSAGE']._serialized_end=171
   _globals['_START']._serialized_start=174
@@ -53,16 +53,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SHAREDMEMORY']._serialized_end=978
   _globals['_CHUNK']._serialized_start=980
   _globals['_CHUNK']._serialized_end=1031
-  _globals['_REPLY']._serialized_start=1033
-  _globals['_REPLY']._serialized_end=1148
-  _globals['_ACCEPTED']._serialized_start=1150
-  _globals['_ACCEPTED']._serialized_end=1160
-  _globals['_TOKENS']._serialized_start=1162
-  _globals['_TOKENS']._serialized_end=1265
-  _globals['_HEALTHREQUEST']._serialized_start=1267
-  _globals['_HEALTHREQUEST']._serialized_end=1282
-  _globals['_HEALTHREPLY']._serialized_start=1285
-  _globals['_HEALTHREPLY']._serialized_end=1427
-  _globals['_WORKER']._serialized_start=1674
-  _globals['_WORKER']._serialized_end=1840
+  _globals['_REPLY']._serialized_start=1034
+  _globals['_REPLY']._serialized_end=1201
+  _globals['_ADMITTED']._serialized_start=1203
+  _globals['_ADMITTED']._serialized_end=1213
+  _globals['_ACCEPTED']._serialized_start=1215
+  _globals['_ACCEPTED']._serialized_end=1225
+  _globals['_TOKENS']._serialized_start=1227
+  _globals['_TOKENS']._serialized_end=1330
+  _globals['_HEALTHREQUEST']._serialized_start=1332
+  _globals['_HEALTHREQUEST']._serialized_end=1347
+  _globals['_HEALTHREPLY']._serialized_start=1350
+  _globals['_HEALTHREPLY']._serialized_end=1492
+  _globals['_WORKER']._serialized_start=1739
+  _globals['_WORKER']._serialized_end=1905
 # @@protoc_insertion_point(module_scope)

@@ -127,12 +127,18 @@ class Chunk(_message.Message):
     def __init__(self, item: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ("accepted", "tokens")
+    __slots__ = ("admitted", "accepted", "tokens")
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    admitted: Admitted
     accepted: Accepted
     tokens: Tokens
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ...) -> None: ...
+    def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ...) -> None: ...
+
+class Admitted(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ()
