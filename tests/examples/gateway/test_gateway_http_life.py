@@ -47,7 +47,7 @@ ROOT = Path(__file__).resolve().parents[3]
 LOOPBACK = ipaddress.ip_network("127.0.0.1/32")
 
 
-async def until(condition, seconds=5.0):
+async def until(condition, seconds=20.0):
     """Waits for what must come true."""
     end = time.monotonic() + seconds
     while not condition():
@@ -153,7 +153,7 @@ def test_a_client_that_leaves_during_decoding_ends_the_decoder():
             part = video_part(data_url(clip, "video/mp4"), fps=5, max_long_side_pixel=2016)
             body = {"model": MODEL, "messages": [{"role": "user", "content": [part]}]}
             async with posted(port, body):
-                await until(lambda: service._pool._running, 20)
+                await until(lambda: service._pool._running)
             await until(lambda: not service._pool._running and idle(service))
             assert service._pool.child_pids == []
 
@@ -181,8 +181,8 @@ def test_a_client_that_does_not_read_is_given_up():
         async with gateway(workers, **options) as service, socket_of(service) as port:
             body = text_body(stream=True, max_tokens=2_500_000)
             async with posted(port, body):
-                await until(lambda: workers.running == 1, 20)
-                await until(lambda: workers.running == 0 and idle(service), 20)
+                await until(lambda: workers.running == 1)
+                await until(lambda: workers.running == 0 and idle(service))
             assert workers.cancelled == 1
 
     asyncio.run(main())
@@ -277,7 +277,7 @@ def test_fetched_bytes_and_patches_count_as_held_and_one_request_has_its_own_lim
             posted(port, body) as (reader, _),
         ):
             read = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
-            await until(lambda: workers.running or read.done(), 20)
+            await until(lambda: workers.running or read.done())
             held = service.admission.bytes
             if not read.done():
                 read.cancel()
@@ -427,7 +427,8 @@ def test_requests_that_outlast_the_drain_end_with_an_error(tmp_path):
                 lines = answer.aiter_raw()
                 text = (await anext(lines)).decode()
                 waiting = asyncio.create_task(client.post("/v1/chat/completions", json=text_body()))
-                await asyncio.sleep(0.3)
+                while "requests_in_flight 2.0" not in (await client.get("/metrics")).text:
+                    await asyncio.sleep(0.05)
                 running.send_signal(signal.SIGTERM)
                 async for piece in lines:
                     text += piece.decode()
