@@ -127,7 +127,9 @@ async def pool_process(data: bytes, rate: float, workers: int) -> None:
     feeding = asyncio.create_task(feed())
     while await asyncio.to_thread(sys.stdin.readline):
         print(done[0], flush=True)
-    feeding.cancel()
+    for task in (feeding, *running):
+        task.cancel()
+    await asyncio.gather(feeding, *running, return_exceptions=True)
     await pool.close()
 
 
