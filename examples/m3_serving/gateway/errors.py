@@ -8,6 +8,9 @@ is there, 503 when the gateway is being stopped, 500 for a fault of its own.
 
 from typing import ClassVar
 
+MAX_MESSAGE_CHARS = 1000
+"""of what a client is told; a message may quote the request"""
+
 
 class GatewayError(Exception):
     """A refusal with an HTTP status and an OpenAI-style code. Raise one of the subclasses."""
@@ -24,9 +27,12 @@ class GatewayError(Exception):
 
     def to_openai(self) -> dict[str, dict[str, str | None]]:
         """The body of the HTTP answer."""
+        message = self.message
+        if len(message) > MAX_MESSAGE_CHARS:
+            message = message[: MAX_MESSAGE_CHARS - 3] + "..."
         return {
             "error": {
-                "message": self.message,
+                "message": message,
                 "type": self.kind,
                 "param": self.param,
                 "code": self.code,

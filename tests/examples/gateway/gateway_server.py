@@ -5,6 +5,7 @@ to talk to the application, in the test's process or over a socket.
 import asyncio
 import base64
 import contextlib
+import copy
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -90,7 +91,7 @@ class FakeWorkers:
         try:
             for number, at in enumerate(range(0, len(ids), self.per_message)):
                 if self.error is not None and number == self.error_after:
-                    raise self.error
+                    raise copy.copy(self.error)  # one that was raised keeps what it went through
                 if number == self.stall_after:
                     await asyncio.Event().wait()
                 if self.delay_s:
@@ -102,7 +103,7 @@ class FakeWorkers:
                     tuple(ids[at : at + self.per_message]), reason if last else None, cached
                 )
             if self.error is not None and not whole:
-                raise self.error
+                raise copy.copy(self.error)  # one that was raised keeps what it went through
         finally:
             self.running -= 1
             self.cancelled += not whole

@@ -147,6 +147,31 @@ def test_a_stop_string_cancels_the_worker():
     assert workers.cancelled == 1 and workers.running == 0
 
 
+def test_what_might_have_become_a_stop_string_is_shown_at_the_end():
+    for stream in (False, True):
+        answer = post(text_body(stop=["END", "!!"], stream=stream), FakeWorkers(text="the EN"))
+        shown = streamed_text(events(answer.text)) if stream else answer.json()["choices"][0]
+        assert (shown if stream else shown["message"]["content"]) == "the EN"
+
+
+def test_a_worker_is_told_when_nobody_wants_more():
+    """Also where forgetting its answer would not tell it."""
+
+    class Kept(FakeWorkers):
+        def generate(self, request):
+            self.kept = super().generate(request)  # as a client with tasks of its own would
+            return self.kept
+
+    workers = Kept(text="abc END " + "x" * 100)
+
+    async def use(client):
+        answer = await client.post("/v1/chat/completions", json=text_body(stop="END"))
+        assert answer.status_code == 200
+        assert workers.cancelled == 1 and workers.running == 0
+
+    with_client(use, workers)
+
+
 def test_the_end_of_tokens_is_length():
     workers = FakeWorkers()
     body = post(text_body(max_completion_tokens=4), workers).json()

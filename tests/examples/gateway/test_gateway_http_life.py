@@ -1,13 +1,16 @@
 """Requests that end early, too many at a time, and the process from start to SIGTERM."""
 
 import asyncio
+import gc
 import ipaddress
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -38,7 +41,7 @@ from gateway_server import (
     video_part,
 )
 
-from examples.m3_serving.gateway.errors import BodyTooLarge, Overloaded
+from examples.m3_serving.gateway.errors import BodyTooLarge, Overloaded, WorkerLost
 from examples.m3_serving.gateway.fetch import HttpFetcher
 from examples.m3_serving.gateway.pool import DecodePool
 from examples.m3_serving.gateway.server.admission import Admission
@@ -47,7 +50,7 @@ ROOT = Path(__file__).resolve().parents[3]
 LOOPBACK = ipaddress.ip_network("127.0.0.1/32")
 
 
-async def until(condition, seconds=5.0):
+async def until(condition, seconds=20.0):
     """Waits for what must come true."""
     end = time.monotonic() + seconds
     while not condition():
@@ -153,7 +156,7 @@ def test_a_client_that_leaves_during_decoding_ends_the_decoder():
             part = video_part(data_url(clip, "video/mp4"), fps=5, max_long_side_pixel=2016)
             body = {"model": MODEL, "messages": [{"role": "user", "content": [part]}]}
             async with posted(port, body):
-                await until(lambda: service._pool._running, 20)
+                await until(lambda: service._pool._running)
             await until(lambda: not service._pool._running and idle(service))
             assert service._pool.child_pids == []
 
@@ -181,9 +184,101 @@ def test_a_client_that_does_not_read_is_given_up():
         async with gateway(workers, **options) as service, socket_of(service) as port:
             body = text_body(stream=True, max_tokens=2_500_000)
             async with posted(port, body):
-                await until(lambda: workers.running == 1, 20)
-                await until(lambda: workers.running == 0 and idle(service), 20)
+                await until(lambda: workers.running == 1)
+                await until(lambda: workers.running == 0 and idle(service))
             assert workers.cancelled == 1
+
+    asyncio.run(main())
+
+
+# --- what is left behind ---
+
+
+class Forgetting(FakeWorkers):
+    """Remembers of its requests only whether their media are still somewhere."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.media = []
+
+    def generate(self, request):
+        self.media += map(weakref.ref, request.prompt.items)
+        return super().generate(request)
+
+
+@pytest.fixture
+def no_collector():
+    logging.disable()  # what a test's log captures, it keeps
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+    logging.disable(logging.NOTSET)
+
+
+ENDINGS = {
+    "whole": {},
+    "lost at once": {"error": WorkerLost("gone")},
+    "lost later": {"error": WorkerLost("gone"), "error_after": 2},
+    "broken": {"error": RuntimeError("bug"), "error_after": 2},
+    "stalled": {"stall_after": 2},
+    "left": {"stall_after": 2},
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_media_of_an_ended_request_are_gone_at_once(no_collector, ending, stream):
+    """Without waiting for the collector of circles: under load it comes too late."""
+
+    async def main():
+        workers = Forgetting(**ENDINGS[ending])
+        body = {
+            **text_body(stream=stream),
+            "messages": [{"role": "user", "content": [image_part()]}],
+        }
+        stall_s = 0.1 if ending == "stalled" else 20.0
+        async with gateway(workers, stall_s=stall_s) as service, socket_of(service) as port:
+            for number in (1, 2):
+                async with posted(port, body) as (reader, writer):
+                    await until(lambda number=number: len(workers.media) == number)
+                    if ending != "left":
+                        await until(lambda: idle(service))
+                        writer.write_eof()
+                        assert (await reader.read()).startswith(b"HTTP/1.1 ")
+                await until(lambda: idle(service))
+                workers.requests.clear()
+            await asyncio.sleep(0.05)
+            assert len(workers.media) == 2
+            assert [medium() for medium in workers.media] == [None, None]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("media_s", [60.0, 0.02])
+def test_media_of_a_request_that_is_refused_are_gone_at_once(no_collector, media_s):
+    """One of several cannot be decoded, or takes too long: those that were fetched go with it."""
+
+    async def main():
+        seen = []
+        async with gateway(media_s=media_s) as service, socket_of(service) as port:
+            fetch_all = service._pipeline._fetcher.fetch_all
+
+            async def remembering(*arguments):
+                fetched = await fetch_all(*arguments)
+                seen.extend(map(weakref.ref, fetched))
+                return fetched
+
+            service._pipeline._fetcher.fetch_all = remembering
+            parts = [image_part(), image_part(data_url(b"GIF89a broken"))]
+            body = {"model": MODEL, "messages": [{"role": "user", "content": parts}]}
+            async with posted(port, body) as (reader, _):
+                status = (await reader.readuntil(b"\r\n")).split()[1]
+                assert status == (b"400" if media_s > 1 else b"504")
+            await until(lambda: idle(service))
+            await asyncio.sleep(0.05)
+            assert len(seen) == 2 or media_s < 1
+            assert not any(medium() for medium in seen)
 
     asyncio.run(main())
 
@@ -277,7 +372,7 @@ def test_fetched_bytes_and_patches_count_as_held_and_one_request_has_its_own_lim
             posted(port, body) as (reader, _),
         ):
             read = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
-            await until(lambda: workers.running or read.done(), 20)
+            await until(lambda: workers.running or read.done())
             held = service.admission.bytes
             if not read.done():
                 read.cancel()
@@ -427,7 +522,8 @@ def test_requests_that_outlast_the_drain_end_with_an_error(tmp_path):
                 lines = answer.aiter_raw()
                 text = (await anext(lines)).decode()
                 waiting = asyncio.create_task(client.post("/v1/chat/completions", json=text_body()))
-                await asyncio.sleep(0.3)
+                while "requests_in_flight 2.0" not in (await client.get("/metrics")).text:
+                    await asyncio.sleep(0.05)
                 running.send_signal(signal.SIGTERM)
                 async for piece in lines:
                     text += piece.decode()

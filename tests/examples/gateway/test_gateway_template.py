@@ -101,6 +101,7 @@ TEMPLATE_WAYS = [
     "{% autoescape true %}{{ c }}{{ c ~ 'x' }}{{ 'x' ~ c }}{% endautoescape %}",
     "{{ c.translate({120: 'y'}) }}{{ c.format() }}{{ c.format_map({}) }}{{ strftime_now(c) }}",
     "{{ (c ~ 'x').split('x')[0] }}{{ (c ~ 'x')[1:] }}{{ (c ~ 'x').removeprefix('x') }}",
+    "{{ (c ~ 'x')[1:] }}{{ (c ~ 'x')[:1] }}",
     "{{ 'x'.partition(c) }}{{ ''.join(c) }}{{ ' '.join(c.split()) }}{{ 'y'.__add__(c) }}",
 ]
 HOSTILE = st.lists(

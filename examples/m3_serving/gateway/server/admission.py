@@ -37,6 +37,16 @@ class Lease:
         self.bytes += count
         limits.bytes += count
 
+    @contextmanager
+    def holding(self, count: int) -> Iterator[None]:
+        """The same for bytes that are free again soon. Raises as `hold`."""
+        self.hold(count)
+        try:
+            yield
+        finally:
+            self.bytes -= count
+            self._admission.bytes -= count
+
 
 class Admission:
     """Counts requests from their first byte to their last."""

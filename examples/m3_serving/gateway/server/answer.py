@@ -77,6 +77,11 @@ async def _next(messages: AsyncIterator[GeneratedTokens], stall_s: float) -> Gen
         async with asyncio.timeout(stall_s):
             return await anext(messages)
     except StopAsyncIteration:
-        raise WorkerLost("the worker ended its answer without saying why") from None
+        error: Exception = WorkerLost("the worker ended its answer without saying why")
     except TimeoutError:
-        raise WorkerTimeout(f"the worker has said nothing for {stall_s:g} s") from None
+        error = WorkerTimeout(f"the worker has said nothing for {stall_s:g} s")
+    try:
+        # Not from inside the handlers: it would carry all that the cancelled call knew.
+        raise error
+    finally:
+        del error

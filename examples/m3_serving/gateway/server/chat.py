@@ -33,6 +33,9 @@ from .template import ChatTemplate
 
 log = logging.getLogger("m3_gateway")
 
+_LONG_CHARS = 1_000_000
+"""A tokenizer takes some 200 bytes a token while it works: longer texts are encoded one by one."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -43,7 +46,7 @@ class Settings:
     """prompt and answer together"""
     default_max_tokens: int = 1024
     """of an answer whose request does not say, if the context has room"""
-    max_chars_per_token: int = 16
+    max_chars_per_token: int = 8
     """text with more characters than this times the context is refused before it is encoded"""
     max_body_bytes: int = 64_000_000
     max_requests: int = 256
@@ -149,6 +152,7 @@ class ChatService:
         self._expander = Expander(family, tokenizer)
         self._pipeline = MediaPipeline(family, fetcher, pool)
         self._pool, self._client = pool, client
+        self._long_texts = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
         self.metrics.in_flight.set_function(lambda: self.admission.requests)
         self.metrics.bytes_in_flight.set_function(lambda: self.admission.bytes)
@@ -190,7 +194,7 @@ class ChatService:
             GatewayError: of any kind.
         """
         self.check_model(chat.model)
-        self._check_lengths(chat)
+        chars = self._check_lengths(chat)
         if not await self.watch.check():
             raise WorkerUnavailable("no worker is ready")
         with self._phase("render"):
@@ -201,7 +205,8 @@ class ChatService:
             with self._phase("media"):
                 items = await self._media(chat, lease)
         with self._phase("expand"):
-            prompt = await asyncio.to_thread(self._expand, chat, parts, items)
+            async with self._long_texts if chars > _LONG_CHARS else contextlib.nullcontext():
+                prompt = await asyncio.to_thread(self._expand, chat, parts, items)
         room = self.settings.context_tokens - len(prompt.token_ids)
         max_new = chat.max_tokens or min(self.settings.default_max_tokens, room)
         request = GenerateRequest(request_id, prompt, max_new, chat.sampling, chat.ignore_eos)
@@ -216,7 +221,8 @@ class ChatService:
         decode: Callable[[Sequence[int]], str] = self._tokenizer.decode
         return stream_answer(self._client, request, decode, stops, self.settings.stall_s)
 
-    def _check_lengths(self, chat: ChatRequest) -> None:
+    def _check_lengths(self, chat: ChatRequest) -> int:
+        """The messages' characters, if they can fit. Raises PromptTooLong."""
         context = self.settings.context_tokens
         if chat.max_tokens is not None and chat.max_tokens >= context:
             raise PromptTooLong(
@@ -235,6 +241,7 @@ class ChatService:
                 "tokens can be",
                 param="messages",
             )
+        return chars
 
     async def _media(self, chat: ChatRequest, lease: Lease) -> list[PreparedItem]:
         try:

@@ -28,12 +28,29 @@ from ..errors import (
 from . import openai_objects as objects
 from .admission import Lease
 from .chat import ChatService, log
-from .chat_request import ChatRequest, parse_chat, parse_json
+from .chat_request import ChatRequest, parse_chat, parse_json, parsed_bytes
 
 T = TypeVar("T")
 
 _DRAIN_S = 5.0
 """for reading, unkept, a body that was refused, so that its sender gets to read why"""
+
+
+_SMALL_BYTES = 1 << 20
+"""of a body that can be parsed without a look at how much it becomes"""
+
+
+def _forget(error: BaseException | None) -> None:
+    """Cuts an error from the frames it came through.
+
+    Some of them know the error, directly or by a task: circles that would keep a failed request's
+    media until the collector comes by.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        following = error.__cause__ or error.__context__
+        error.__cause__ = error.__context__ = None
+        error = following
 
 
 class ClientGone(Exception):
@@ -68,13 +85,16 @@ class _Exchange:
             try:
                 await self._serve()
             except GatewayError as error:
+                _forget(error)
                 await self._refuse(error)
             except ClientGone:
                 raise
-            except Exception:
+            except Exception as error:
                 log.exception("request %s failed", self._id)
+                _forget(error)
                 await self._refuse(InternalError("the gateway failed; the fault is logged"))
-        except ClientGone:
+        except ClientGone as gone:
+            _forget(gone)
             metrics.disconnects.inc()
         metrics.requests.labels(str(self._status or 499)).inc()
         metrics.duration.observe(time.monotonic() - self._started)
@@ -85,14 +105,18 @@ class _Exchange:
         with self._service.admission.request(self._client()) as lease:
             body = await self._read_body(lease)
             # No name here for what is parsed: `_answer` lets go of it when it can.
-            await self._while_wanted(self._answer(self._parse(body), lease))
+            await self._while_wanted(self._answer(await self._parse(body, lease), lease))
 
     @staticmethod
-    def _parse(body: bytearray) -> ChatRequest:
+    async def _parse(body: bytearray, lease: Lease) -> ChatRequest:
         """Empties the body."""
-        value = parse_json(body)
-        body.clear()
-        return parse_chat(value)
+        size = 0
+        if len(body) > _SMALL_BYTES:
+            size = await asyncio.to_thread(parsed_bytes, body)
+        with lease.holding(size):
+            value = parse_json(body)
+            body.clear()
+            return parse_chat(value)
 
     def _client(self) -> str:
         """Whose requests are counted together."""
@@ -183,6 +207,7 @@ class _Exchange:
             for one in tasks:
                 one.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            del task, gone, abort, tasks, one  # they know errors that know this frame
 
     async def _gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
