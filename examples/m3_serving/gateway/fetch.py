@@ -200,8 +200,9 @@ class HttpFetcher:
         """
         target = parse_url(url, self._ports)
         try:
-            return await asyncio.wait_for(self._follow(target, max_bytes, spend), self._total_s)
-        except asyncio.TimeoutError as error:
+            async with asyncio.timeout(self._total_s):
+                return await self._follow(target, max_bytes, spend)
+        except TimeoutError as error:
             raise MediaTimeout(
                 f"the host of the media URL did not deliver within {self._total_s:g} s"
             ) from error
