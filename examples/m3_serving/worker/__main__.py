@@ -29,7 +29,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="host:port (port 0: any) or unix:PATH. There is no encryption and no login: only "
         "gateways may be able to reach it. Default: %(default)s",
     )
-    parser.add_argument("--text-only", action="store_true", help="load no vision tower")
+    parser.add_argument(
+        "--text-only", action="store_true", help="load no vision tower (it needs transformers)"
+    )
     parser.add_argument("--cache-tokens", type=int, default=16_384, help="default: %(default)s")
     parser.add_argument(
         "--step-tokens", type=int, default=512, help="tokens a step; default: %(default)s"
@@ -85,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             feature_bytes=options.feature_mib << 20,
         )
         asyncio.run(serve(engine, options))
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ImportError, ValueError, OSError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
