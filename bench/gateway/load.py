@@ -126,12 +126,14 @@ async def _clients(
                 else:
                     outcome.errors[code] += 1
 
-        async def watch(start: float) -> None:
+        def note(use: Use) -> None:
+            row = (time.perf_counter() - start, use.own_bytes, use.children_bytes)
+            outcome.resident.append(row)
+
+        async def watch() -> None:
             while True:
-                use = await asyncio.to_thread(use_of, pid)
-                row = (time.perf_counter() - start, use.own_bytes, use.children_bytes)
-                outcome.resident.append(row)
                 await asyncio.sleep(0.5)
+                note(await asyncio.to_thread(use_of, pid))
 
         # Once for the processes that start with the first request, unmeasured.
         await asyncio.gather(
@@ -140,10 +142,12 @@ async def _clients(
         )
         before: Use = use_of(pid)
         start = time.perf_counter()
-        watching = asyncio.create_task(watch(start))
+        note(before)
+        watching = asyncio.create_task(watch())
         await asyncio.gather(*(one_client(start + seconds) for _ in range(clients)))
         outcome.seconds = time.perf_counter() - start
         after = use_of(pid)
+        note(after)
         watching.cancel()
     outcome.own_cpu_s = after.own_cpu_s - before.own_cpu_s
     outcome.children_cpu_s = after.children_cpu_s - before.children_cpu_s

@@ -76,7 +76,8 @@ def test_use_counts_children_and_those_that_ended():
     script = (
         "import subprocess, sys, time\n"
         "subprocess.run([sys.executable, '-c', 'sum(range(20_000_000))'])\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'input(); input()'], stdin=-1)\n"
+        "child.stdin.write(b'x\\n' + b' ' * 200_000); child.stdin.flush()\n"  # it reads: it runs
         "print('x', flush=True); sys.stdin.readline(); child.kill()"
     )
     pipe = subprocess.PIPE

@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+pytest.importorskip("PIL")
 pytest.importorskip("jinja2")
 
 from gateway_media import FAMILY, LetterTokenizer

@@ -7,6 +7,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+pytest.importorskip("PIL")
+pytest.importorskip("av")
 pytest.importorskip("tokenizers")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
