@@ -8,11 +8,9 @@
 
 #include <cstdint>
 
-namespace msa {
+#include "device/shared_memory.cuh"
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+namespace msa {
 
 // Four 8 x 8 matrices of 16-bit elements. Lane l names row l % 8 of matrix l / 8, and gets of each
 // matrix row l / 4, columns 2 q and 2 q + 1.
@@ -47,24 +45,6 @@ __device__ __forceinline__ void multiply_f16(float (&sum)[4], const uint32_t (&a
       "{%8, %9}, {%0, %1, %2, %3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
-  uint2 bits;
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-               : "=r"(bits.x), "=r"(bits.y)
-               : "r"(address)
-               : "memory");
-  return bits;
-}
-
-__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
-  uint4 bits;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
-               : "r"(address)
-               : "memory");
-  return bits;
 }
 
 }  // namespace msa

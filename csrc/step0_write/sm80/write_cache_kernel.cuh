@@ -18,6 +18,7 @@
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
+#include "device/common.cuh"
 #include "device/vector_io.cuh"
 #include "step0_write/write_cache_params.h"
 
@@ -33,10 +34,6 @@ struct WriteGrid {
   int32_t index_size;     // bytes of an element of index_k
   int32_t num_kv_heads;
 };
-
-__device__ __forceinline__ float scale_of(const ScaleView& scale, int64_t head) {
-  return scale.data ? scale.data[head * scale.head_stride] : scale.value;
-}
 
 // A pair of floats to two e4m3 bytes.
 __device__ __forceinline__ uint32_t to_e4m3(float a, float b) {

@@ -3,12 +3,11 @@
 
 #include <cuda_runtime.h>
 
+#include "device/common.cuh"
 #include "device/positions.cuh"
 #include "step1_score/score_plan.h"
 
 namespace msa::index_score::sm80 {
-
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 __device__ __forceinline__ RequestTokens load_request(const BatchView& batch, const ScoreCut& cut,
                                                       int64_t request) {

@@ -16,6 +16,7 @@
 #include <cuda_runtime.h>
 
 #include "common/views.h"
+#include "device/shared_memory.cuh"
 
 namespace msa::index_score::sm80 {
 
@@ -26,14 +27,6 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   float result;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
-}
-
-__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
-  uint4 bits;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
-               : "r"(address));
-  return bits;
 }
 
 // What a chunk of 16 bytes gives: kSteps pairs of registers, for k steps one after the other.

@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(stream_warps<dtype, kRows>() * 32, 1)
       hopper::barrier_wait(&full[warp], phase);
       phase ^= 1;
       score_keys<dtype, kRows, kBlock, false>(
-          hopper::shared_address(stage), 0, rows.queries, best, rows.masked(work, cursor.block),
+          shared_address(stage), 0, rows.queries, best, rows.masked(work, cursor.block),
           [&](int n) { return rows.last_key(work, cursor.block, n); });
       __syncwarp();  // the stage has been read
     }

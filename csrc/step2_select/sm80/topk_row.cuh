@@ -3,12 +3,11 @@
 
 #include <cuda_runtime.h>
 
+#include "device/common.cuh"
 #include "device/positions.cuh"
 #include "step2_select/topk_blocks_params.h"
 
 namespace msa::topk_blocks::sm80 {
-
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Orders scores as the selection does, larger is better: +0 and -0 alike, NaN below -inf. 0 is no
 // score at all.

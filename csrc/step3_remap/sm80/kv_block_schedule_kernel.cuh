@@ -21,6 +21,7 @@
 
 #include <cuda_runtime.h>
 
+#include "device/common.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/positions.cuh"
 #include "step3_remap/kv_block_schedule_params.h"
@@ -32,7 +33,6 @@ namespace msa::kv_block_schedule::sm80 {
 constexpr int kThreads = 512;
 constexpr int kChunkTokens = 256;
 constexpr int kScanThreads = 512;
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Pairs and work items in one 64-bit sum: bits 0-30 pairs, 31-61 items; then what a CTA has
 // published of its rows: 62 their own sum, 63 the sum of all rows up to its last.

@@ -23,6 +23,7 @@
 
 #include <cuda_runtime.h>
 
+#include "device/common.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/positions.cuh"
 #include "step3_remap/prefill_plan.h"
@@ -37,7 +38,6 @@ constexpr int kMaxChunkTokens = kMaxChunkTiles * kMaxTileTokens;
 constexpr int kMaxShared = 4 * kMaxTopk;  // 3 groups, each sharing at most 4/3 of K blocks
 constexpr int kScatterThreads = 512;
 constexpr int kScatterParts = 4;  // an entry's look-ups are a chain, so few a thread
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr uint16_t kDuplicate = 0x8000;
 static_assert(kMaxChunkTokens <= kThreads, "a thread sums one token");
 

@@ -15,6 +15,7 @@
 
 #include <cuda_runtime.h>
 
+#include "device/common.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/positions.cuh"
 #include "step3_view/decode_view_params.h"
@@ -22,7 +23,6 @@
 namespace msa::decode_view::sm80 {
 
 constexpr int kWarps = 4;
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 __global__ void __launch_bounds__(kWarps * 32)
     msa_decode_view_sm80_kernel(const __grid_constant__ DecodeViewParams params,

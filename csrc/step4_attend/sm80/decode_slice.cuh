@@ -19,6 +19,7 @@
 #include <cuda_runtime.h>
 
 #include "common/views.h"
+#include "device/common.cuh"
 #include "device/fp8.cuh"
 #include "device/sm80_mma.cuh"
 
@@ -28,7 +29,6 @@ constexpr int kStages = 3;
 constexpr int kRows = 16;               // of a product: G query heads, the others 0
 constexpr int kPartBytes = 4096;        // K or V of a slice
 constexpr int kOStride = kHeadDim + 8;  // floats between rows of o in shared memory
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr float kLog2E = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f;
 
 template <typename Element>
@@ -41,12 +41,6 @@ struct Slice {
   static constexpr int kColumns = kTokens / 8;  // tiles of S
   static constexpr int kParts = kVectors / 4;   // of a row of K: a quad's 4 vectors each
 };
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
 
 // 2^(m - reference) with a reference that keeps an empty row's weight at 0 instead of NaN.
 __device__ __forceinline__ float reference_of(float maximum) {

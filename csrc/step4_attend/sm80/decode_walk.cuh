@@ -34,8 +34,10 @@
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
+#include "device/common.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/positions.cuh"
+#include "device/shared_memory.cuh"
 #include "device/sm80_async_copy.cuh"
 #include "step4_attend/decode_plan.h"
 #include "step4_attend/sm80/decode_slice.cuh"
@@ -50,10 +52,6 @@ struct SharedStorage {
   int32_t valid[kWarps][kStages];
 };
 static_assert(kRows * kOStride * 4 <= kStages * 2 * kPartBytes, "o lies in the ring");
-
-__device__ __forceinline__ float scale_of(const ScaleView& scale, int64_t head) {
-  return scale.data != nullptr ? scale.data[head * scale.head_stride] : scale.value;
-}
 
 // The row of keys that a token walks.
 struct KeyRow {
@@ -204,10 +202,6 @@ __device__ __forceinline__ float4 merge_parts(int count, const State& state, con
     o.w += weight * columns.w;
   }
   return o;
-}
-
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
 // The walk of a warp over its slices; its result lies in shared memory afterwards.

@@ -45,6 +45,7 @@
 
 #include <cuda_runtime.h>
 
+#include "device/common.cuh"
 #include "device/positions.cuh"
 #include "step4_attend/attend_params.h"
 #include "step4_attend/sm80/prefill_units.cuh"
@@ -54,7 +55,6 @@ namespace msa::sparse_prefill::sm80 {
 constexpr int kTurns = 3;
 constexpr int kWarpRows = 16;
 constexpr int kTileRows = kWarps * kWarpRows;
-constexpr unsigned kAllLanes = 0xffffffffu;
 // A key is a block of one of the tile's requests: the index of the request's first token in the
 // tile, above the block's 24 bits.
 constexpr int kBlockBits = 24;
@@ -96,13 +96,6 @@ constexpr int shared_bytes(int tile_tokens) {
 }
 static_assert(2 * (shared_bytes(kTileRows / 16) + 1024) <= 100 * 1024, "two CTAs of G 16 an SM");
 static_assert(shared_bytes(kTileRows) <= 99 * 1024, "one CTA on the smallest GPU");
-
-// 2^x by the special-function unit alone; results under 2^-126 become 0.
-__device__ __forceinline__ float exp2_fast(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
 
 __device__ __forceinline__ int32_t log_group_of(const SparseAttendParams& params) {
   return __ffs(static_cast<int>(within_loop(static_cast<uint32_t>(params.group_size)))) - 1;
@@ -373,10 +366,6 @@ __device__ __forceinline__ void add_wild_numbers(const SparseAttendParams& param
       o[n][2 * r + 1] += wild_number<kCache>(numbers + (n * 8 + 1) * kElementBytes);
     }
   }
-}
-
-__device__ __forceinline__ float scale_of(const ScaleView& scale, int32_t head) {
-  return scale.data ? scale.data[head * scale.head_stride] : scale.value;
 }
 
 template <DType kCache>

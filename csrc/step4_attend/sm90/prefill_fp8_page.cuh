@@ -16,6 +16,8 @@
 // Cost  a page has 16 groups of 8 words a lane: to bfloat16 1250 instructions, to float16 450.
 #pragma once
 
+#include "device/common.cuh"
+#include "device/shared_memory.cuh"
 #include "device/sm90/fp8.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "step4_attend/sm90/prefill_kv_block_tile.h"
@@ -24,29 +26,9 @@ namespace msa::sparse_prefill::sm90 {
 
 using namespace msa::sm90;
 
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kFp8PageBytes = kBlock * kHeadDim;
 constexpr int kGroupBytes = 1024;  // of eight rows, of the page and of half a block
 constexpr int kPageGroups = kFp8PageBytes / kGroupBytes;
-
-__device__ __forceinline__ float scale_of(const ScaleView& scale, int32_t head) {
-  return scale.data ? scale.data[head * scale.head_stride] : scale.value;
-}
-
-__device__ __forceinline__ uint4 load_shared(uint32_t address) {
-  uint4 bits;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
-               : "r"(address)
-               : "memory");
-  return bits;
-}
-
-__device__ __forceinline__ void store_shared(uint32_t address, const uint4& bits) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(bits.x), "r"(bits.y),
-               "r"(bits.z), "r"(bits.w)
-               : "memory");
-}
 
 enum class Converted { kBFloat16, kFloat16 };
 
@@ -90,7 +72,7 @@ __device__ __forceinline__ void convert_page(const uint8_t* page, uint8_t* block
   // numbers, so that each is one register: of pointers the compiler keeps several terms.
   uint32_t in = shared_address(page) + row * 128 + (part ^ row) * 16;
   uint32_t out = shared_address(block) + row * 128 + (2 * part ^ row) * 16;
-  uint4 bits[2] = {load_shared(in), load_shared(in ^ 64)};
+  uint4 bits[2] = {load_shared_16(in), load_shared_16(in ^ 64)};
 #pragma unroll 1
   for (int group = 0; group < kGroups; ++group) {
     if (clean) {
@@ -104,9 +86,9 @@ __device__ __forceinline__ void convert_page(const uint8_t* page, uint8_t* block
     for (int half = 0; half < 2; ++half) {
       uint4 converted[2];
       convert_vector<kTo>(bits[half], converted);
-      if (group + 1 < kGroups) bits[half] = load_shared(in ^ half * 64);
-      store_shared(out + half * (kPageBytes / 2), converted[0]);
-      store_shared((out ^ 16) + half * (kPageBytes / 2), converted[1]);
+      if (group + 1 < kGroups) bits[half] = load_shared_16(in ^ half * 64);
+      store_shared_16(out + half * (kPageBytes / 2), converted[0]);
+      store_shared_16((out ^ 16) + half * (kPageBytes / 2), converted[1]);
     }
     out += kGroupBytes;
   }

@@ -46,6 +46,7 @@
 
 #include <type_traits>
 
+#include "device/common.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/positions.cuh"
 #include "device/sm90/mbarrier.cuh"
@@ -267,13 +268,6 @@ __device__ __forceinline__ void produce_q(const KVBlockParams& params, const CUt
         }
         for (; first < item_end; first += kConsumers * tile_tokens) gather(first);
       });
-}
-
-// 2^x by the special-function unit alone; results under 2^-126 become 0.
-__device__ __forceinline__ float exp2_fast(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
 }
 
 // A consumer thread's two rows of a tile: row and row + 8 of its warp's 16.

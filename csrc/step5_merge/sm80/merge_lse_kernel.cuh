@@ -27,6 +27,7 @@
 
 #include <cuda_runtime.h>
 
+#include "device/common.cuh"
 #include "device/sm80_async_copy.cuh"
 #include "device/vector_io.cuh"
 #include "step5_merge/merge_lse_params.h"
@@ -37,7 +38,6 @@ constexpr int kWarps = 4;
 constexpr int kEntries = 16;
 constexpr int kStages = 2;  // 128 KiB in flight an SM at two CTAs; docs/kernels/merge_lse.md
 constexpr int kSharedBytes = kWarps * kStages * kEntries * 32 * 16;
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
 
