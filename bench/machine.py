@@ -26,6 +26,8 @@ def describe(device: torch.device) -> dict[str, Any]:
     }
     if device.type != "cuda":
         return {"gpu": "cpu", **machine}
+    if msa_kernels.build_info()["cpu"]["portable_forced"]:
+        machine["kernels"] = "the portable ones alone (MSA_FORCE_PORTABLE=1)"
     properties = torch.cuda.get_device_properties(device)
     machine |= {"sms": properties.multi_processor_count, "l2_mb": properties.L2_cache_size >> 20}
     fields = {

@@ -44,13 +44,13 @@ _LEGEND = (
 def _machine(rows: Sequence[Row]) -> list[str]:
     lines, seen = [], set()
     for row in reversed(rows):
-        name = (row.gpu, row.commit, row.machine.get("torch"))
+        name = (row.gpu, row.commit, row.machine.get("torch"), row.machine.get("kernels"))
         if name in seen:
             continue
         seen.add(name)
         versions = ", ".join(
             f"{k} {row.machine[k]}"
-            for k in ("driver", "torch", "cuda", "triton", "python")
+            for k in ("driver", "torch", "cuda", "triton", "python", "kernels")
             if row.machine.get(k)
         )
         clocks = ""

@@ -83,7 +83,7 @@ def is_supported(
         k for k in kernels if k["dtype"] == names[0] and k["cache_dtype"] in (None, names[1])
     ]
     if not fitting:
-        built = ", ".join(f"{k['dtype']}/{k['cache_dtype'] or '-'}" for k in kernels)
+        built = ", ".join(dict.fromkeys(f"{k['dtype']}/{k['cache_dtype'] or '-'}" for k in kernels))
         return False, f"no {device.type} kernel of {op} for {'/'.join(names)}; built: {built}"
     if device.type == "cpu":
         return True, "cpu"

@@ -1,5 +1,6 @@
 #include "configs/built_configs.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -48,13 +49,15 @@ bool portable_forced() {
 }
 
 std::string built_configs_text(const char* op) {
-  std::string text;
+  std::vector<std::string> texts;  // each once: an operator may have kernels for several GPUs
   for (const KernelConfig& config : built_configs()) {
-    if (std::strcmp(config.op, op) == 0) {
-      text += (text.empty() ? "" : ", ") + config_text(config.dtype, config.cache_dtype);
-    }
+    if (std::strcmp(config.op, op) != 0) continue;
+    const std::string text = config_text(config.dtype, config.cache_dtype);
+    if (std::find(texts.begin(), texts.end(), text) == texts.end()) texts.push_back(text);
   }
-  return text.empty() ? "nothing" : text;
+  std::string all;
+  for (const std::string& text : texts) all += (all.empty() ? "" : ", ") + text;
+  return all.empty() ? "nothing" : all;
 }
 
 void throw_not_built(const char* op, DType dtype, DType cache_dtype) {

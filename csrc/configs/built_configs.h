@@ -19,7 +19,8 @@
   X(write_cache, sm80, kFloat32, kFloat8E4M3) \
   X(write_cache, sm80, kBFloat16, kFloat8E4M3)
 
-// sm90: masked tiles run the portable kernel.
+// The sm90 lines: few query rows a request, and select_blocks with more where own blocks are
+// forced.
 #define MSA_CUDA_INDEX_CONFIGS(X, op)   \
   X(op, sm80, kBFloat16, kBFloat16)     \
   X(op, sm80, kFloat8E4M3, kFloat8E4M3) \

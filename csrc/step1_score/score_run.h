@@ -28,7 +28,8 @@ struct ScoreWork {
 };
 
 // max_seqlen_q: the caller's hint, 0 where there is none; it may choose the kernel, not the result.
-void run_scores(const ScoreWork& work, int64_t max_seqlen_q, const ExecContext& context);
+// Every kernel of it waits for those before it first of all. False: there was nothing to launch.
+bool run_scores(const ScoreWork& work, int64_t max_seqlen_q, const ExecContext& context);
 
 inline int32_t capped_blocks(const BatchView& batch) {
   return static_cast<int32_t>(batch.max_pages < kMaxBlocks ? batch.max_pages : kMaxBlocks);

@@ -44,7 +44,8 @@ inline DecodeParams plan_decode(const AttendParams& attend, const IdsView& ids, 
 
 // sm90/: calls small enough that every CTA has an SM of its own, the splits of a unit merged in a
 // cluster. The splits to take, 0 where the call is not that small; `blocks` as above.
-int32_t decode_cluster_splits(int64_t num_units, int64_t blocks, const ExecContext& context);
+int32_t decode_cluster_splits(const DecodeParams& params, int64_t blocks,
+                              const ExecContext& context);
 void run_decode_cluster(const DecodeParams& params, const ExecContext& context, bool sparse);
 // sm90/, sparse_decode: two neighbouring tokens a CTA, the blocks that they share read once.
 void run_decode_pairs(const DecodeParams& params, const ExecContext& context);

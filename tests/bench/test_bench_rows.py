@@ -131,6 +131,13 @@ def test_report(tmp_path):
         assert f"({picture.relative_to(docs.parent).as_posix()})" in text
 
 
+def test_report_says_which_kernels_were_forced():
+    forced = "the portable ones alone (MSA_FORCE_PORTABLE=1)"
+    both = [make(), make(machine={"torch": "2.11.0", "kernels": forced})]
+    lines = [line for line in report.markdown(both).splitlines() if "commit" in line]
+    assert [forced in line for line in lines].count(True) == 1
+
+
 def test_report_of_nothing_fails(tmp_path, capsys):
     (tmp_path / "r.jsonl").write_text("")
     assert main(["report", str(tmp_path / "r.jsonl")]) == 2

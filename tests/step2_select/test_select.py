@@ -187,6 +187,38 @@ def test_wide_table_changes_nothing(device, require, lengths):
     assert same_bits(again, ids)
 
 
+@pytest.mark.parametrize("q_len", [1, 4, 100])
+def test_graph_replays_follow_the_lengths(device, require, q_len):
+    """Captured at the shortest lengths, replayed while they grow in place, across blocks."""
+    require("select_blocks", torch.bfloat16, torch.bfloat16)
+    longest = (5400, 700, 2304)
+    case = make_case(
+        [(q_len, seq_len) for seq_len in longest],
+        dtype=torch.bfloat16,
+        values="integer",
+        device=device,
+    )
+    case.seq_lens.fill_(q_len)
+
+    def call():
+        return msa_kernels.select_blocks(*case.index_args)
+
+    graph = None
+    if device != "cpu":
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = call()
+    for share in (0, 127, 128, 129, 2047, 2048, 2049, 4000, 10**6, 130, 0):
+        lengths = [min(q_len + share, seq_len) for seq_len in longest]
+        case.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        if graph:
+            graph.replay()
+        ids = captured if graph else call()
+        assert_ids(ids, reference.select_blocks(*case.index_args))
+
+
 @pytest.mark.slow
 def test_a_very_long_context(device, require):
     require("select_blocks", torch.bfloat16, torch.bfloat16)

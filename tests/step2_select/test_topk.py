@@ -62,6 +62,19 @@ def test_many_blocks(device, require, blocks):
         check(scores.to(device), visible.to(device), topk)
 
 
+@pytest.mark.parametrize("blocks", [1025, 2048, 2049, 4096, 4097])
+def test_many_rows_of_many_blocks(device, require, blocks):
+    """As many rows as a prefill has, where another kernel may take them."""
+    require("topk_blocks", torch.float32)
+    generator = torch.Generator().manual_seed(blocks)
+    rows = 50 if device == "cpu" else 2100  # a CPU has one kernel, and no time
+    scores = torch.randint(-300, 301, (1, rows, blocks), generator=generator).float()
+    scores[0, ::7] = 3.0
+    scores[0, 1::7, ::2] = NAN
+    visible = torch.randint(0, blocks + 1, (rows,), generator=generator).int()
+    check(scores.to(device), visible.to(device))
+
+
 @pytest.mark.parametrize("blocks", [17, 1024, 8192])
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.5, -3e38, INF, -INF, NAN])
 def test_all_equal(device, require, value, blocks):
@@ -173,6 +186,36 @@ def test_empty(device, require, shape):
         torch.full(shape[1:2], 3, dtype=torch.int32, device=device),
     )
     assert ids.shape == (*shape[:2], 16) and bool((ids == -1).all())
+
+
+def test_inputs_that_the_kernel_before_writes(device, require):
+    """Scores and counts are read after whoever writes them, however close the launches are."""
+    require("topk_blocks", torch.float32)
+    generator = torch.Generator().manual_seed(8)
+    choices = torch.randn(30, 2, 64, 700, generator=generator).to(device)
+    counts = torch.randint(0, 701, (30, 64), generator=generator).int().to(device)
+    scores, visible = torch.zeros_like(choices[0]), torch.zeros_like(counts[0])
+
+    def steps():
+        results = []
+        for choice, count in zip(choices, counts, strict=True):
+            torch.add(choice, 0, out=scores)  # kernels, where a copy might be none
+            torch.add(count, 0, out=visible)
+            results.append(msa_kernels.topk_blocks(scores, visible))
+        return results
+
+    if device == "cpu":
+        results = steps()
+    else:
+        steps()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = steps()
+        for _ in range(5):
+            graph.replay()
+    for ids, choice, count in zip(results, choices, counts, strict=True):
+        assert_ids(ids, reference.topk_blocks(choice, count))
 
 
 def test_row_does_not_depend_on_its_place(device, require):

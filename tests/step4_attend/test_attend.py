@@ -125,20 +125,21 @@ def test_every_verify_length(device, require, op, q_len):
 
 
 @pytest.mark.parametrize(
-    "hq,hkv,topk,selection",
+    "requests,hq,hkv,topk,selection",
     [
-        (32, 2, 16, "random"),
-        (16, 1, 32, "same"),
-        (8, 1, 7, "duplicates"),
-        (6, 3, 1, "holes_and_tail"),
-        (2, 2, 16, "int64"),
+        (48, 32, 2, 16, "random"),
+        (64, 16, 1, 32, "same"),
+        (64, 8, 1, 7, "duplicates"),
+        (64, 12, 3, 1, "holes_and_tail"),
+        (48, 4, 2, 16, "int64"),
+        (80, 1, 1, 16, "minus_middle"),
     ],
 )
 @pytest.mark.parametrize("dtypes", [DTYPES[1], DTYPES[2]], ids=dtype_name)
-def test_many_verify_steps(device, require, op, dtypes, hq, hkv, topk, selection):
+def test_many_verify_steps(device, require, op, dtypes, requests, hq, hkv, topk, selection):
     """Enough tokens of enough requests that kernels may share blocks between neighbours."""
     require(op, *dtypes)
-    lengths = [(1 + r % 8, 20 + 37 * r) for r in range(64)]
+    lengths = [(1 + r % 8, 20 + 37 * r) for r in range(requests)]
     case = make_case(
         lengths,
         hq=hq,
@@ -155,22 +156,28 @@ def test_many_verify_steps(device, require, op, dtypes, hq, hkv, topk, selection
     check(op, case)
 
 
-def test_a_token_has_the_same_bits_beside_any_other(device, require):
+@pytest.mark.parametrize("requests,tokens", [(40, 6), (21, 6), (24, 3)])
+@pytest.mark.parametrize("dtypes", [DTYPES[1], DTYPES[2]], ids=dtype_name)
+def test_a_token_has_the_same_bits_beside_any_other(device, require, dtypes, requests, tokens):
     """A decode token's sums do not depend on its neighbours in the batch."""
-    require("sparse_decode", torch.bfloat16, torch.bfloat16)
-    lengths = [(4, 150 + 83 * r) for r in range(64)]
-    case = make_case(lengths, hq=8, hkv=2, dtype=torch.bfloat16, padding_rows=0, device=device)
+    require("sparse_decode", *dtypes)
+    case = make_case(
+        [(tokens, 150 + 83 * r) for r in range(requests)],
+        dtype=dtypes[0],
+        cache_dtype=dtypes[1],
+        padding_rows=1,
+        device=device,
+    )
     out, lse = run("sparse_decode", case)
     # Moved by one row, every token stands beside another one.
     moved = case.with_(
-        q=torch.cat([case.q[:1], case.q]),
-        ids=torch.cat([case.ids[:, :1], case.ids], dim=1),
-        cu_seqlens_q=torch.cat([case.cu_seqlens_q[:1], case.cu_seqlens_q + 1]),
-        seq_lens=torch.cat([torch.ones_like(case.seq_lens[:1]), case.seq_lens]),
-        block_table=torch.cat([case.block_table[:1], case.block_table]),
+        q=torch.cat([case.q[:1], case.q[:-1]]),
+        ids=torch.cat([case.ids[:, :1], case.ids[:, :-1]], dim=1),
+        cu_seqlens_q=case.cu_seqlens_q + 1,
     )
+    moved.cu_seqlens_q[0] = 0  # the first request has one token more, in front
     again, again_lse = run("sparse_decode", moved)
-    assert same_bits(again[1:], out) and same_bits(again_lse[1:], lse)
+    assert same_bits(again[1:], out[:-1]) and same_bits(again_lse[1:], lse[:-1])
 
 
 def test_future_of_the_own_block_is_masked(device, require, op):
@@ -200,6 +207,33 @@ def test_later_tokens_of_the_request_may_be_wild(device, require, op, value):
         finite = want.isfinite()
         torch.testing.assert_close(got[finite].float(), want[finite], **near(out.dtype))
     assert bool(out[:40, 0].isfinite().all()) and not bool(out[40:90, 0].isfinite().any())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("hq,hkv,tokens", [(64, 4, 280), (32, 4, 560), (4, 1, 40), (2, 2, 40)])
+def test_a_wild_number_stays_with_those_that_selected_its_block(
+    device, require, request, op, hq, hkv, tokens, value
+):
+    """Neighbours share all blocks but one, whose V holds NaN or Inf; those without it are whole.
+
+    The larger ones are tokens enough for query-major tiles on Hopper."""
+    require(op)
+    kernel = msa_kernels.is_supported(op, device, torch.bfloat16)[1]
+    if (op, kernel) == ("sparse_prefill", "sm90") and hq // hkv >= 8:
+        reason = "docs/kernels/sparse_prefill.md, Open: query-major tiles give it to the fourth"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
+    case = make_case([(tokens, 3000)], hq=hq, hkv=hkv, device=device)
+    case.ids[:, :, :15] = torch.arange(15, device=device)
+    case.ids[:, :tokens, 15] = 19
+    case.ids[:, 2:tokens:4, 3] = 16  # every fourth token takes another block for block 3
+    page = case.block_table[0, 3].long()
+    case.v_cache[page, :, 70, 8:11] = value
+    out, lse = run(op, case)
+    exact, exact_lse = reference.sparse_attention(*case.attend_args)
+    assert torch.equal(out.isfinite(), exact.isfinite())
+    finite = exact.isfinite()
+    torch.testing.assert_close(out[finite].float(), exact[finite], **near(out.dtype))
+    torch.testing.assert_close(lse, exact_lse, rtol=LSE_REL, atol=1e-5)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -316,6 +350,32 @@ def test_fp8_without_scales(device, require, op):
     only_v = case.with_(k_scale=torch.ones(1, device=device))
     out, _ = getattr(msa_kernels, op)(*case.attend_args, v_scale=case.v_scale, return_lse=True)
     assert_attention(only_v, out, None)
+
+
+def test_every_fp8_number(device, require, op):
+    """Each of the 256 bytes as K, seen in the LSE, and as V, seen in the output, alone in a
+    request."""
+    require(op, torch.bfloat16, FP8)
+    case = make_case(
+        [(1, 1)] * 256, hq=2, hkv=1, dtype=torch.bfloat16, cache_dtype=FP8, device=device
+    )
+    numbers = torch.arange(256, dtype=torch.uint8, device=device)
+    pages = case.block_table[:, 0].long()
+    for cache in (case.k_cache, case.v_cache):
+        rows = cache.view(torch.uint8)
+        rows[pages, 0, 0] = 0
+        rows[pages, 0, 0, 5] = numbers
+    case.q[:] = 1
+    ones = torch.ones(1, device=device)
+    case = case.with_(k_scale=ones, v_scale=ones)
+    out, lse = run(op, case, scale=1.0)
+    exact = numbers.view(FP8).float()
+    seen = exact.isfinite()
+    for head in range(2):
+        assert torch.equal(out[:256][seen, head, 5].float(), exact[seen])
+        torch.testing.assert_close(lse[:256][seen, head], exact[seen], rtol=1e-6, atol=0)
+        assert bool(out[:256][~seen, head].isnan().all())
+        assert bool(lse[:256][~seen, head].isnan().all())
 
 
 @pytest.mark.parametrize("hints", [(1, 1), (1, 1024), (10**6, 10**9), (0, 0)])
@@ -448,6 +508,46 @@ def test_twenty_runs_give_the_same_bits(device, require, op):
     for _ in range(19):
         again, again_lse = run(op, case)
         assert same_bits(again, out) and same_bits(again_lse, lse)
+
+
+@pytest.mark.parametrize("requests,tokens", [(3, 1), (40, 1), (40, 6)])
+def test_one_call_serves_batches_that_change_in_place(device, require, requests, tokens):
+    """Lengths, ids and tables edited in place, shrinking to nothing too; on a GPU in one graph."""
+    for name in ("sparse_decode", "paged_decode"):
+        require(name)
+    case = make_case([(tokens, 2300 + 41 * r) for r in range(requests)], device=device)
+    ids, table, lens = case.ids.clone(), case.block_table.clone(), case.seq_lens.clone()
+
+    def both():
+        batch = (table, case.cu_seqlens_q, lens)
+        args = (case.q, case.k_cache, case.v_cache)
+        sparse = msa_kernels.sparse_decode(*args, ids, *batch, return_lse=True)
+        options = dict(cu_seqlens_q=case.cu_seqlens_q, return_lse=True)
+        return *sparse, *msa_kernels.paged_decode(*args, table, lens, **options)
+
+    replay = both
+    if device == "cuda":
+        both()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = both()
+
+        def replay():
+            graph.replay()
+            return outputs
+
+    order = torch.arange(requests, device=device).flip(0)
+    steps = [(case.seq_lens // 3, False), (case.seq_lens * 0, False), (case.seq_lens, True)]
+    steps += [(case.seq_lens.clamp(max=129), False), (case.seq_lens - 1, False)]
+    for seed, (lengths, flipped) in enumerate(steps):
+        lens.copy_(lengths[order] if flipped else lengths)
+        table.copy_(case.block_table[order] if flipped else case.block_table)
+        now = case.with_(seq_lens=lens, block_table=table)
+        ids.copy_(make_selection("random", now.visible.cpu(), 2, 16, seed=seed))
+        out, lse, dense, dense_lse = replay()
+        assert_attention(now.with_(ids=ids), out, lse)
+        for got, want in zip((out, lse, dense, dense_lse), both(), strict=True):
+            assert same_bits(got, want)
 
 
 def test_heads_of_a_rank_have_the_bits_of_all(device, require, op):

@@ -37,8 +37,12 @@ CUtensorMap make_tensor_map(const char* op, const void* data, const uint64_t (&s
   CUtensorMap map;
   uint32_t element_strides[kDims];
   for (uint32_t& stride : element_strides) stride = 1;
+  uint64_t steps[kDims - 1];  // an axis of one element may come with any stride, 0 too
+  for (int axis = 0; axis < kDims - 1; ++axis) {
+    steps[axis] = sizes[axis + 1] == 1 ? 16 : strides[axis];
+  }
   const CUresult result = tensor_map_encoder(op)(
-      &map, type, kDims, const_cast<void*>(data), sizes, strides, box, element_strides,
+      &map, type, kDims, const_cast<void*>(data), sizes, steps, box, element_strides,
       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {

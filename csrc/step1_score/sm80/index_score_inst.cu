@@ -72,8 +72,10 @@ void launch(ScoreWork work, int64_t tokens, const ExecContext& context) {
       launch_stream<dtype, 64>(window, context);
     });
   }
-  // Hopper's kernel has no mask.
-  const bool hopper = on_hopper && work.cut.own == 0 && work.index_k_cache.num_pages > 0;
+  // Hopper's kernel has no mask, and a tensor map no strides of 0.
+  const PagedView& cache = work.index_k_cache;
+  const bool hopper = on_hopper && work.cut.own == 0 && cache.num_pages > 0 &&
+                      cache.page_stride > 0 && cache.token_stride > 0;
   work.cut.tile_cost = hopper ? kHopperTileCost : 0;
   const int32_t end = work.first_head + work.num_heads;
   for (; work.first_head < end; work.first_head += kTileRows) {
@@ -89,17 +91,19 @@ void launch(ScoreWork work, int64_t tokens, const ExecContext& context) {
 }  // namespace
 }  // namespace index_score::sm80
 
-void index_score::run_scores(const ScoreWork& work, int64_t max_seqlen_q,
+bool index_score::run_scores(const ScoreWork& work, int64_t max_seqlen_q,
                              const ExecContext& context) {
   const int64_t requests = work.batch.num_requests, all_tokens = work.batch.num_tokens;
-  if (requests == 0 || work.cut.max_blocks == 0) return;
+  if (requests == 0 || work.cut.max_blocks == 0) return false;
   // Tokens of a request: the mean at least, and the longest's where the caller says it.
   const int64_t mean = (all_tokens + requests - 1) / requests;
   const int64_t tokens = std::max(mean, std::min(max_seqlen_q, all_tokens));
   if (work.index_q.dtype == DType::kFloat8E4M3) {
-    return index_score::sm80::launch<DType::kFloat8E4M3>(work, tokens, context);
+    index_score::sm80::launch<DType::kFloat8E4M3>(work, tokens, context);
+  } else {
+    index_score::sm80::launch<DType::kBFloat16>(work, tokens, context);
   }
-  index_score::sm80::launch<DType::kBFloat16>(work, tokens, context);
+  return true;
 }
 
 void run_index_score(const IndexScoreParams& params, const ExecContext& context) {

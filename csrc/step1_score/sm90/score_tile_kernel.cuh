@@ -12,9 +12,8 @@
 // Roles     role           warps  registers  does
 //           consumer 0..1  0-7    232 (216)  128 rows each, two products m64n128 a page
 //           producer       8      40         bfloat16: a page a TMA box; 9-11 idle
-//           converter      8-11   (72)       FP8: the same, and each page to float16, exactly; its
-//                                            products at float16's rate are exact too, those of
-//                                            wgmma's own FP8 are summed in fewer bits than float32
+//           converter      8-11   (72)       FP8: the same, and each page to float16, exactly
+//                                            (why not FP8 products: docs/kernels/select_blocks.md)
 // Shared    q    [half of d][256 rows][64 d]              65,536   128-byte swizzle
 //           k    4 (3) stages [half of d][128 keys][64 d]
 //                                              131,072 (98,304)   the same

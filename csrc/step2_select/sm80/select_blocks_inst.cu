@@ -69,13 +69,14 @@ void run_select_blocks(const SelectBlocksParams& params, const ExecContext& cont
                 params.rule.local_blocks > 0 ? 0 : 1,
                 0};
     work.num_heads = static_cast<int32_t>(heads);
-    index_score::run_scores(work, params.max_seqlen_q, context);
+    const bool scored = index_score::run_scores(work, params.max_seqlen_q, context);
 
     topk_blocks::sm80::TopkKernelParams topk{};
     topk.scores = scores;
     topk.batch = params.batch;
     topk.first_token = begin;
     topk.num_tokens = end - begin;
+    topk.after_scores = scored;
     topk.rule = params.rule;
     topk.ids = params.ids;
     topk_blocks::sm80::run_topk(topk, params.batch.max_pages, context);

@@ -6,6 +6,8 @@ namespace msa {
 namespace topk_blocks::sm80 {
 namespace {
 
+constexpr int64_t kManyRows = 2048;  // fill a large GPU with a CTA each
+
 template <int kWarps, int kValues>
 void launch(const TopkKernelParams& params, const ExecContext& context) {
   constexpr int kRows = kWarps == 1 ? kRowsPerCta : 1;
@@ -21,6 +23,11 @@ void run_topk(const TopkKernelParams& params, int64_t max_blocks, const ExecCont
   if (max_blocks <= 256) return launch<1, 8>(params, context);
   if (max_blocks <= 512) return launch<1, 16>(params, context);
   if (max_blocks <= 1024) return launch<1, 32>(params, context);
+  // More warps a row end sooner, fewer take less of the machine.
+  if (params.num_tokens * params.scores.num_heads > kManyRows) {
+    if (max_blocks <= 2048) return launch<2, 32>(params, context);
+    if (max_blocks <= 4096) return launch<4, 32>(params, context);
+  }
   if (max_blocks <= 2048) return launch<8, 8>(params, context);
   if (max_blocks <= 8192) return launch<8, 32>(params, context);
   if (max_blocks <= 16384) return launch<16, 32>(params, context);

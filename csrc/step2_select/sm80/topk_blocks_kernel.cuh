@@ -231,8 +231,9 @@ struct RowSelector {
   }
 };
 
+// One CTA an SM, said aloud: left to itself ptxas spills keys for the sake of occupancy.
 template <int kWarps, int kValues>
-__global__ void __launch_bounds__(kWarps == 1 ? kRowsPerCta * 32 : kWarps * 32)
+__global__ void __launch_bounds__(kWarps == 1 ? kRowsPerCta * 32 : kWarps * 32, 1)
     msa_topk_blocks_sm80_kernel(const __grid_constant__ TopkKernelParams params) {
   constexpr int kRows = kWarps == 1 ? kRowsPerCta : 1;
   __shared__ RowScratch<kWarps> scratches[kRows];
@@ -240,6 +241,7 @@ __global__ void __launch_bounds__(kWarps == 1 ? kRowsPerCta * 32 : kWarps * 32)
   RowScratch<kWarps>& scratch = scratches[kWarps == 1 ? warp : 0];
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + (kWarps == 1 ? warp : 0);
   if (row >= params.num_tokens * params.scores.num_heads) return;
+  if (!params.after_scores) wait_for_previous_kernel();
   const auto num_heads = static_cast<uint32_t>(params.scores.num_heads);
   const int64_t token = static_cast<uint32_t>(row) / num_heads;
   const int64_t head = static_cast<uint32_t>(row) % num_heads;
@@ -255,7 +257,7 @@ __global__ void __launch_bounds__(kWarps == 1 ? kRowsPerCta * 32 : kWarps * 32)
     visible = position.request < 0 ? 0 : visible_blocks(params.batch, position.pos);
   }
   const RowBlocks blocks(params.rule, visible);
-  wait_for_previous_kernel();
+  if (params.after_scores) wait_for_previous_kernel();
 
   if (blocks.capacity > 0) {
     RowSelector<kWarps, kValues> selector{

@@ -13,6 +13,9 @@ struct TopkKernelParams {
   BatchView batch;
   int64_t first_token;  // tokens [first_token, first_token + num_tokens) of ids are written
   int64_t num_tokens;
+  // The kernel before this one has waited for all that came earlier, and writes nothing but scores:
+  // the rest may be read while it still runs.
+  bool after_scores;
   SelectRule rule;
   IdsView ids;
 };

@@ -121,8 +121,9 @@ static __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   uint32_t* const counters = workspace.counters + chunk.first_row;
   visit_entries(params, chunk, positions, [&](uint32_t entry, int64_t row, int32_t) {
+    // Two branches, each with a counter of one kind: a pointer to either would be generic.
     ranks.entry_rank[chunk.first_entry + entry] =
-        atomicAdd(chunk.rows > 0 ? histogram + row : counters + row, 1);
+        chunk.rows > 0 ? atomicAdd(&histogram[row], 1) : atomicAdd(&counters[row], 1);
   });
   __syncthreads();
   for (int row = threadIdx.x; row < chunk.rows; row += kThreads) {

@@ -18,17 +18,25 @@ struct Plan {
   Way way;
 };
 
+// Whether two tokens a CTA beat one. Tokens of a request share most blocks, but a CTA of two takes
+// 1.7 (real selections) to 2 times as long, and half as many may fill the machine worse.
+bool takes_pairs(const DecodeParams& params) {
+  constexpr int64_t kManyTokens = 4;  // of a request; with fewer, pairs too often span two
+  constexpr int64_t kEnough = 128;    // pairs: an SM each
+  constexpr int64_t kResident = 264;  // CTAs, two on each of a Hopper's 132 SMs
+  const auto rounds = [](int64_t ctas) { return (ctas + kResident - 1) / kResident; };
+  const AttendParams& attend = params.attend;
+  const int64_t pairs = (attend.batch.num_tokens + 1) / 2 * attend.num_kv_heads;
+  if (params.tokens_each < kManyTokens || pairs < kEnough) return false;
+  return pairs <= kResident / 2 || 7 * rounds(pairs) < 4 * rounds(params.num_units);
+}
+
 Plan plan_call(const AttendParams& attend, const IdsView& ids, int64_t blocks, bool sparse,
                const ExecContext& context) {
-  constexpr int64_t kManyTokens = 4;  // of a request: neighbours share most blocks
-  constexpr int64_t kEnoughPairs = 128;
   DecodeParams params = plan_decode(attend, ids, blocks);
-  if (compute_capability(context) != 90) return {params, Way::kPortable};
-  const int64_t pairs = (attend.batch.num_tokens + 1) / 2 * attend.num_kv_heads;
-  if (sparse && params.tokens_each >= kManyTokens && pairs >= kEnoughPairs) {
-    return {params, Way::kPairs};
-  }
-  const int32_t splits = decode_cluster_splits(params.num_units, blocks, context);
+  if (!runs_sm90(context, attend.q.dtype, attend.k_cache.dtype)) return {params, Way::kPortable};
+  if (sparse && takes_pairs(params)) return {params, Way::kPairs};
+  const int32_t splits = decode_cluster_splits(params, blocks, context);
   if (splits == 0) return {params, Way::kPortable};
   params.splits = splits;
   return {params, Way::kCluster};

@@ -6,33 +6,39 @@
 //     l = l * exp(m - m') + sum p;  o = o * exp(m - m') + p V
 //   out = o / l;  lse = m + log(l)
 //
-// Grid      one CTA a (KV head, tile of 64 / G consecutive tokens), tiles of a head together: its K
-//           and V stay in L2 while they run.
+// Grid      one CTA a (KV head, tile of 64 / G consecutive tokens), tiles of a head together: its
+//           K and V stay in L2 while they run.
 // Roles     four warps alike, 16 rows = 16 / G tokens each. All of them copy and, where need be,
-//           convert; a warp none of whose tokens selected a block leaves its products out. The walk
-//           over the tile's ids is done by each warp for itself: lane i holds tokens i and i + 32,
-//           the next block is the least of what they stand at.
-// Shared    name    layout                                           bytes
-//           units   3 x [64 keys][128 d] bfloat16, prefill_units.cuh  49,152
-//                   FP8 caches: 2 x the same, 2 x [64 keys][128 d] e4m3
-//           wild    2 x a bit for each row of a unit of V                 16
-//           tokens  [64 / G] position and sorted ids                    140 each
-//           G 16: 49,728, so that two CTAs fit an SM with 100 KB, three one with 164 KB
-// Barriers  __syncthreads() once a unit. Each thread waits for its own copies of the unit and mends
-//           or converts them; behind the barrier the unit is whole, and the one before it is free:
-//           the copies of the unit after the next may go there.
-// Timeline  units K V of a block's first 64 keys, then of its last, where some token sees them:
-//             copies   K1             V1             K2             V2
-//             barrier  K0             V0             K1             V1
-//             warps    S=QK0 softmax  O+=PV0         S=QK1 softmax  O+=PV1
+//           convert; a warp none of whose tokens selected a block leaves its products out. Each
+//           warp walks the tile's ids for itself: lane i holds tokens i and i + 32, the next block
+//           is the least of those that they stand at.
+// Shared    name    layout                                                bytes
+//           units   3 x [64 keys][128 d] bfloat16, see prefill_units.cuh  49,152
+//                   (FP8 caches: 2 x the same and 2 x [64 keys][128 d] e4m3)
+//           wild    3 x a bit for each row of a unit of V                     24
+//           halves  3 x what each warp knows of its half block               144
+//           heads, scale                                                      20
+//           tokens  [64 / G] position and sorted ids                         140 each
+//           In all 49,968 at G 16: two CTAs on an SM with 100 KB, three with 164 KB.
+// Barriers  __syncthreads() once a unit. A thread waits for its own copies of the unit, and mends
+//           or converts them; behind the barrier the unit is whole, and the one before it is free
+//           for the copies of the unit after the next.
+// Timeline  a turn is half a block, a unit of K and one of V; the last 64 keys are left out where
+//           no token of the tile sees them
+//             barrier  K0              V0        K1              V1
+//             copies   K1              V1        K2              V2
+//             warps    S = Q K0, soft- O += P V  S = Q K1, soft- O += P V
+//                      max, O *=                 max, O *=
 // Order     a row meets its own blocks alone, ascending, each in two halves: its bits depend
-// neither
-//           on the rest of the tile nor on the order of its ids. For rows of other tokens of its
-//           warp (G < 16), a block they did not select has weights 0, factor 1 and adds 0.
-// Unseen    of K: masked columns are replaced before use. Of V: 0 * NaN is NaN, so where some row
-//           of a warp has weights 0 without having chosen them (the block is seen in part, or by
-//           part of the tile's tokens), NaN and Inf are taken out of the unit before its use and
-//           added to the rows that do see them.
+//           neither on the rest of the tile nor on the order of its ids. Of a block that a row's
+//           token did not select but one of the same warp did (G < 16), its weights are 0, its
+//           factor is 1, and 0 is added.
+// Unseen    of K: masked columns are replaced before use. Of V: 0 * NaN is NaN, so where a row has
+//           weights 0 that it did not choose (the block is seen in part, or by part of the tile's
+//           tokens), NaN and Inf are taken out of the unit before its use and added to the rows
+//           that do see them.
+// Registers 168, the limit of three CTAs on an SM: what can be worked out again or lie in shared
+//           memory is not kept across a turn; within_loop() keeps the compiler from doing so.
 // Limits    bfloat16 q, D = 128, G in {1, 2, 4, 8, 16}, K up to 32, fewer than 2^24 blocks (any
 //           int32 position).
 #pragma once

@@ -92,15 +92,23 @@ void launch_for(const DecodeParams& params, const ExecContext& context) {
 
 }  // namespace
 
-int32_t decode_cluster_splits(int64_t num_units, int64_t blocks, const ExecContext& context) {
+int32_t decode_cluster_splits(const DecodeParams& params, int64_t blocks,
+                              const ExecContext& context) {
   constexpr int64_t kShort = 64;  // longer rows want more splits than a cluster has
   if (blocks > kShort) return 0;
+  const bool fp8 = params.attend.k_cache.dtype == DType::kFloat8E4M3;
+  const int64_t slices_of_block = fp8 ? decode::sm80::Slice<__nv_fp8_e4m3>::kPerBlock
+                                      : decode::sm80::Slice<__nv_bfloat16>::kPerBlock;
   int64_t best = 0, best_turns = 0;
   for (int64_t splits = 1; splits <= std::min(kMaxClusterSplits, std::max<int64_t>(1, blocks));
        ++splits) {
-    if (num_units > resident_clusters(splits, context)) continue;
-    const int64_t turns = (blocks + splits - 1) / splits;  // blocks that a split walks
-    if (best == 0 || turns < best_turns) best = splits, best_turns = turns;
+    if (params.num_units > resident_clusters(splits, context)) continue;
+    const int64_t warps = splits * decode::sm90::kClusterWarps;
+    const int64_t turns = (blocks * slices_of_block + warps - 1) / warps;  // slices of a warp
+    // A larger cluster must save two of them, or half: it costs about as much by itself.
+    if (best == 0 || turns + 2 <= best_turns || 2 * turns <= best_turns) {
+      best = splits, best_turns = turns;
+    }
   }
   return static_cast<int32_t>(best);
 }

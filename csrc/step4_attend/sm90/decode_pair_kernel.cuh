@@ -2,7 +2,7 @@
 // union of their blocks, each block brought to shared memory once for both. Their sums never meet:
 // each is what it would be beside any other token.
 //
-//   of each token, over its own blocks: math, slices, ring and masking of sm80/decode_walk.cuh
+//   of each token, over its own blocks: the math of sm80/decode_walk.cuh; ring and slices as there
 //
 // Grid      (2 tokens, KV head); unit h * pairs + i: tokens 2 i, 2 i + 1, of one request or not.
 // Roles     all warps alike, each its own producer. Before the walk warps 0 and 1 bring a token's q
@@ -18,9 +18,10 @@
 // Unseen    a slice's copy reaches to the last key that either token sees. Where they see unlike
 //           many, each has V's other rows masked out in registers: 0 * NaN is NaN.
 // Order     a warp takes the same 16 or 32 tokens of every block, in ascending order of blocks, so
-// a
-//           token's sums do not depend on its partner. Equal blocks of one token count one by one.
-// Limits    those of the walk; 8 warps one CTA an SM, 4 warps two.
+//           that a token's sums do not depend on its partner. Equal blocks of one token count one
+//           by one.
+// Limits    those of the walk; as many warps as a block has slices, or half: bfloat16 8 (one CTA an
+//           SM) or 4 (two), FP8 4.
 #pragma once
 
 #include <type_traits>
@@ -188,6 +189,7 @@ __device__ __forceinline__ void walk_union(const DecodeParams& params, PairStora
                                            const KeyRow (&token_rows)[kPairTokens], int64_t head,
                                            int blocks) {
   using S = Slice<Element>;
+  static_assert(S::kPerBlock % kWarps == 0, "a warp takes the same slices of every block");
   const AttendParams& attend = params.attend;
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0);
