@@ -1,6 +1,6 @@
 # make demo   the main job: MiniMax-M3 served over a paged cache, tokens equal to transformers'
 # make test   the whole suite (GPU tests run where there is a GPU)
-# Both set up everything they need in .venv first. Others: lint, format, build, gpu-check, clean.
+# Both set up everything they need in .venv first. Others: lint, format, build, proto, gpu-check, clean.
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # every small tensor operation wait for a time slice.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test setup build lint format gpu-check clean
+.PHONY: demo test setup build lint format proto gpu-check clean
 
 demo: build
 	$(BIN)/python -m examples.m3_serving.demo
@@ -45,6 +45,11 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	find $(CXX_FILES) | xargs -d '\n' $(BIN)/clang-format -i
+
+# After a change of the messages between gateway and worker.
+PROTO := m3_serving/gateway/wire/worker.proto
+proto: setup
+	$(BIN)/python -m grpc_tools.protoc -I examples --python_out=examples --pyi_out=examples $(PROTO)
 
 # On a machine with a GPU: the GPU tests, then a short benchmark; log and results in OUT.
 # MSA_PYTHON: the Python that has a CUDA build of torch; the libraries must be built.

@@ -7,6 +7,7 @@ selection made from the index keys of other tokens would be wrong without any er
 """
 
 import hashlib
+import json
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
@@ -28,18 +29,27 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS)
 
 
-def page_key(previous: bytes, tokens: Sequence[int]) -> bytes:
+def page_key(
+    previous: bytes, tokens: Sequence[int], media: Sequence[tuple[str, int, int, int]] = ()
+) -> bytes:
     """Names a full page by its tokens and all before it, since a key or value depends on those too.
+
+    Every image stands in a prompt as the same placeholder token, so which image's rows they are
+    belongs to the name: by the token ids alone one image would be answered from another's context.
 
     Args:
         previous: key of the page before, b"" for the first.
         tokens: the page's 128 token ids.
+        media: what `PromptMedia.names` says of those tokens.
 
     Returns:
         32 bytes of SHA-256: two different prefixes never meet under one key in practice, which a
         short hash could not promise, and a meeting would answer one request from another's context.
     """
-    return hashlib.sha256(previous + np.asarray(tokens, dtype=np.int64).tobytes()).digest()
+    named = previous + np.asarray(tokens, dtype=np.int64).tobytes()
+    if media:
+        named += json.dumps(media).encode()
+    return hashlib.sha256(named).digest()
 
 
 class PagePool:

@@ -96,10 +96,10 @@ class ModelConfig:
     @classmethod
     def from_folder(cls, folder: str | Path) -> "ModelConfig":
         """Reads `config.json`, and stop tokens from `generation_config.json` if it is there."""
-        config = _read_json(Path(folder) / "config.json")
+        config = read_json(Path(folder) / "config.json")
         generation = Path(folder) / "generation_config.json"
         if generation.exists():
-            stop = _read_json(generation).get("eos_token_id")
+            stop = read_json(generation).get("eos_token_id")
             if stop is not None:
                 text = config.get("text_config", config)
                 text["eos_token_id"] = stop
@@ -216,7 +216,8 @@ def _check(field: str, holds: bool, expected: object, got: object) -> None:
         raise ValueError(f"config.json: {field} must be {expected}, got {got!r}")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A file of a checkpoint folder; ValueError if it is missing or no JSON."""
     if not path.is_file():
         raise ValueError(f"a checkpoint folder must hold {path.name}, got none at {path}")
     try:

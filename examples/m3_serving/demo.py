@@ -2,31 +2,31 @@
 
 Three requests of different lengths, cut from the sources of Python's standard library (bytes are
 tokens), share the engine's steps: prompts in chunks, answers next to them. transformers then
-generates the same answers with its eager attention, one request at a time. One different token, and
-the demo shows where and exits with status 1.
+generates the same answers with its eager attention, one request at a time. Then images, a clip and
+text go over HTTP through gateway and worker (`demo_media.py`). One different token, and the demo
+shows where and exits with status 1.
 """
 
+import contextlib
 import dataclasses
-import hashlib
 import inspect
-import json
-import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from . import demo_media
 from .config import DENSE_ATTENTION
+from .demo_checkpoint import BOS, make_checkpoint
 from .engine import Engine
 from .model import Model
 from .scheduler import Request
 
-DEMO_FOLDER = Path(__file__).resolve().parents[2] / ".demo"
-BOS, EOS = 256, 257  # after the 256 bytes
 NEW_TOKENS = 64
 PROMPT_TOKENS = {
     "argparse": 5300,
@@ -34,84 +34,6 @@ PROMPT_TOKENS = {
     "bisect": 700,
 }  # module whose source is the text: tokens
 STEP_TOKENS = 512
-
-RECIPE = {
-    "version": 1,  # raise it when `make_checkpoint` changes
-    "seed": 7,
-    "text_config": {
-        "vocab_size": 258,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-        "hidden_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "max_position_embeddings": 16384,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 5_000_000.0,
-            "partial_rotary_factor": 0.5,
-        },
-        "layer_types": [
-            "full_attention",
-            "minimax_m3_sparse",
-            "minimax_m3_sparse",
-            "minimax_m3_sparse",
-        ],
-        "index_n_heads": 2,
-        "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
-        "dense_intermediate_size": 512,
-        "intermediate_size": 192,
-        "shared_intermediate_size": 192,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "initializer_range": 0.12,
-    },
-    # The vision tower is there because the full model is what has the released layout; it is not
-    # read.
-    "vision_config": {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 56,
-    },
-}
-
-
-def make_checkpoint() -> Path:
-    """Saves the model of RECIPE in the released layout, once; returns its folder."""
-    from transformers import MiniMaxM3SparseForConditionalGeneration, MiniMaxM3VLConfig, set_seed
-
-    digest = hashlib.sha256(json.dumps(RECIPE, sort_keys=True).encode()).hexdigest()[:12]
-    folder = DEMO_FOLDER / digest
-    if (folder / "config.json").exists():
-        return folder
-    set_seed(RECIPE["seed"])
-    hidden = RECIPE["text_config"]["hidden_size"]
-    config = MiniMaxM3VLConfig(
-        text_config=RECIPE["text_config"],
-        vision_config=RECIPE["vision_config"],
-        projector_hidden_size=hidden,
-    )
-    model = MiniMaxM3SparseForConditionalGeneration(config).float()
-    with torch.no_grad():
-        for name, tensor in model.model.language_model.state_dict().items():
-            # New norms and router biases are all zero: a mistake in using them would not show.
-            if name.endswith(("norm.weight", "e_score_correction_bias")):
-                tensor.normal_(std=0.1)
-            # Twice the usual scale of q and k: attention picks few tokens, so which blocks it sees
-            # matters.
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
-                tensor.add_(1.0)
-    unfinished = folder.with_suffix(
-        ".unfinished"
-    )  # renamed when whole: an interrupted run leaves no half
-    shutil.rmtree(unfinished, ignore_errors=True)
-    model.save_pretrained(unfinished)
-    unfinished.rename(folder)
-    return folder
 
 
 def prompts() -> dict[str, list[int]]:
@@ -139,19 +61,23 @@ def serve(engine: Engine, texts: dict[str, list[int]], console: Console) -> dict
     return requests
 
 
+def load_reference(folder: Path) -> Any:
+    """transformers' model of a checkpoint, with its eager attention."""
+    from transformers import MiniMaxM3SparseForConditionalGeneration
+
+    return MiniMaxM3SparseForConditionalGeneration.from_pretrained(
+        folder, attn_implementation="eager"
+    )
+
+
 def transformers_answers(
-    folder: Path, texts: dict[str, list[int]], console: Console
+    model: Any, texts: dict[str, list[int]], console: Console
 ) -> dict[str, tuple[list[int], torch.Tensor]]:
     """(answer, margins [tokens]) of each prompt from transformers' eager attention.
 
     A margin is how far the chosen token's logit is above the next one: what rounding may not
     exceed.
     """
-    from transformers import MiniMaxM3SparseForConditionalGeneration
-
-    model = MiniMaxM3SparseForConditionalGeneration.from_pretrained(
-        folder, attn_implementation="eager"
-    )
     answers = {}
     for name, text in texts.items():
         with console.status(f"transformers: {name}"):
@@ -224,15 +150,9 @@ def check_and_tabulate(
     return table, failures
 
 
-def main() -> int:
-    """Returns the exit status: 0 if every token is the same and selection mattered."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    console = Console()
-    with console.status("checkpoint"):
-        folder = make_checkpoint()
-        texts = prompts()
+def serve_texts(folder: Path, model: Any, console: Console) -> list[str]:
+    """The first part, in this process; returns what is wrong."""
+    texts = prompts()
     engine = Engine.from_folder(folder, max_step_tokens=STEP_TOKENS)
     started = time.perf_counter()
     requests = serve(engine, texts, console)
@@ -241,7 +161,7 @@ def main() -> int:
         f"{STEP_TOKENS} tokens, {time.perf_counter() - started:.1f} s"
     )
     started = time.perf_counter()
-    expected = transformers_answers(folder, texts, console)
+    expected = transformers_answers(model, texts, console)
     console.print(f"transformers: one by one, {time.perf_counter() - started:.1f} s")
     table, failures = check_and_tabulate(engine, requests, expected)
 
@@ -257,6 +177,30 @@ def main() -> int:
             f"attending to all blocks would change the longest answer from token {changed_at} on"
         )
     console.print(table)
+    return failures
+
+
+def main() -> int:
+    """Returns the exit status: 0 if every token is the same, and selection and images mattered."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    console = Console()
+    with console.status("checkpoint"):
+        folder = make_checkpoint()
+    with contextlib.ExitStack() as stack:
+        servers = None
+        if sys.version_info >= (3, 11):
+            servers = demo_media.Servers(stack, folder)  # they start while the first part runs
+        model = load_reference(folder)
+        failures = serve_texts(folder, model, console)
+        if servers is None:
+            console.print("images, clip and text over HTTP: not run, the gateway needs Python 3.11")
+        else:
+            started = time.perf_counter()
+            failures += demo_media.run(servers, model, console)
+            seconds = time.perf_counter() - started
+            console.print(f"gateway and worker, and transformers: {seconds:.1f} s")
     for failure in failures:
         console.print(failure, style="red", markup=False)
     return 1 if failures else 0

@@ -10,9 +10,11 @@ from msa_kernels import Batch
 
 from .cache import PAGE_TOKENS, PagePool, make_layer_caches, pages_for
 from .config import ModelConfig
+from .media import FeatureCache, Medium, PromptMedia
 from .model import Model
 from .sampling import SamplingParams, sample
 from .scheduler import Chunk, Request, Scheduler, State
+from .vision import VisionTower
 from .weights import load_weights
 
 GREEDY = SamplingParams()
@@ -25,19 +27,25 @@ class Engine:
         self,
         model: Model,
         *,
+        tower: VisionTower | None = None,
         cache_tokens: int = 16_384,
         max_step_tokens: int = 512,
         max_running: int = 64,
+        feature_bytes: int = 256 << 20,
     ) -> None:
         """Allocates the cache.
 
         Args:
             model: with its weights on the device to run on.
+            tower: of the same checkpoint, for prompts with images or clips; None: text alone.
             cache_tokens: size of the cache, rounded up to pages of 128 tokens.
             max_step_tokens: most tokens of one step; a longer prompt is computed in chunks.
             max_running: most requests that share the steps; others wait.
+            feature_bytes: the tower's outputs that are kept for media that may come again.
         """
         self.model = model
+        self.tower = tower
+        self.features = FeatureCache(feature_bytes)
         self.config = model.config
         self.pool = PagePool(pages_for(cache_tokens))
         self.scheduler = Scheduler(
@@ -58,24 +66,30 @@ class Engine:
         *,
         dtype: torch.dtype | None = None,
         device: str = "cpu",
-        cache_tokens: int = 16_384,
-        max_step_tokens: int = 512,
-        max_running: int = 64,
+        vision: bool = False,
+        **options,
     ) -> "Engine":
-        """Loads a checkpoint; `dtype` None keeps its own. Other arguments: see `__init__`."""
+        """Loads a checkpoint.
+
+        Args:
+            folder: of the checkpoint.
+            dtype: of weights and cache; None keeps the checkpoint's.
+            device: to run on.
+            vision: whether the vision tower is loaded too, which needs transformers.
+            options: see `__init__`.
+        """
         config = ModelConfig.from_folder(folder)
         model = Model(config, load_weights(folder, config, dtype=dtype, device=device))
-        return cls(
-            model,
-            cache_tokens=cache_tokens,
-            max_step_tokens=max_step_tokens,
-            max_running=max_running,
-        )
+        tower = None
+        if vision:
+            tower = VisionTower.from_folder(folder, dtype=dtype, device=device)
+        return cls(model, tower=tower, **options)
 
     def add_request(
         self,
         prompt: Sequence[int],
         *,
+        media: Sequence[Medium] = (),
         max_new_tokens: int = 64,
         sampling: SamplingParams = GREEDY,
         stop_ids: Sequence[int] = (),
@@ -84,7 +98,8 @@ class Engine:
         """Queues a prompt; the result fills up as `step` is called.
 
         Args:
-            prompt: token ids, at least one.
+            prompt: token ids, at least one; as many placeholders as the media have rows.
+            media: images and clips, each with the places of its rows in the prompt.
             max_new_tokens: most tokens to generate, at least 1.
             sampling: how tokens are picked.
             stop_ids: tokens that end the answer, besides the checkpoint's own.
@@ -92,7 +107,8 @@ class Engine:
 
         Raises:
             ValueError: an empty prompt, a token outside the vocabulary, or a request that neither
-                the model's positions nor the cache could ever hold. No other request is touched.
+                the model's positions nor the cache could ever hold; media that do not fit the
+                prompt or the tower. No other request is touched.
         """
         prompt = [int(token) for token in prompt]
         if not prompt:
@@ -108,6 +124,7 @@ class Engine:
                 f"prompt and max_new_tokens must be at most {self.config.max_positions} tokens "
                 f"(max_position_embeddings), got {len(prompt)} + {max_new_tokens}"
             )
+        self._check_media(media)
         eos = frozenset() if ignore_eos else self.config.eos_token_ids
         request = Request(
             order=self._num_requests,
@@ -116,10 +133,34 @@ class Engine:
             sampling=sampling,
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
             stop_ids=eos | frozenset(stop_ids),
+            media=PromptMedia(media, len(prompt)),
         )
         self.scheduler.add(request)
         self._num_requests += 1
         return request
+
+    def _check_media(self, media: Sequence[Medium]) -> None:
+        if media and self.tower is None:
+            raise ValueError("media: this engine has no vision tower, got images or clips")
+        for index, medium in enumerate(media):
+            frames, gh, gw = medium.grid
+            config = self.tower.config
+            if min(medium.grid) < 1 or gh % config.merge or gw % config.merge:
+                raise ValueError(
+                    f"media[{index}]: grid must be positive, its sides multiples of "
+                    f"{config.merge}, got {medium.grid}"
+                )
+            shape = (frames * gh * gw, config.row_width)
+            if tuple(medium.patches.shape) != shape:
+                raise ValueError(
+                    f"media[{index}]: patches must be {list(shape)} for the grid {medium.grid}, "
+                    f"got {list(medium.patches.shape)}"
+                )
+            if medium.tokens != shape[0] // config.merge**2:
+                raise ValueError(
+                    f"media[{index}]: spans must hold {shape[0] // config.merge**2} tokens for the "
+                    f"grid {medium.grid}, got {medium.tokens}"
+                )
 
     @property
     def has_work(self) -> bool:
@@ -196,8 +237,19 @@ class Engine:
         slots: list[int] = []
         cu_seqlens = [0]
         logit_rows = []
+        media_rows: list[int] = []
+        media_embeddings: list[torch.Tensor] = []
         for chunk in chunks:
             request = chunk.request
+            pieces = request.media.pieces(chunk.start, chunk.stop)
+            for piece in pieces:
+                row = len(tokens) + piece.position - chunk.start
+                media_rows += range(row, row + piece.count)
+                features = self._features_of(request, piece.medium)
+                media_embeddings.append(features[piece.row : piece.row + piece.count])
+            for piece in pieces:
+                if request.media.ends[piece.medium] <= chunk.stop:
+                    request.features.pop(piece.medium, None)
             tokens += request.tokens[chunk.start : chunk.stop]
             positions += range(chunk.start, chunk.stop)
             slots += [
@@ -228,7 +280,22 @@ class Engine:
             batch,
             self.caches,
             self._tensor(logit_rows, torch.int64),
+            self._tensor(media_rows, torch.int64) if media_rows else None,
+            torch.cat(media_embeddings) if media_rows else None,
         )
+
+    def _features_of(self, request: Request, index: int) -> torch.Tensor:
+        """The tower's output for a medium, [its tokens, hidden].
+
+        A request holds it until its last row is used: it may be needed for many steps, in which the
+        cache may give it up.
+        """
+        if index not in request.features:
+            medium = request.media.media[index]
+            request.features[index] = self.features.get(
+                medium.key, lambda: self.tower.encode(medium.patches, medium.grid)
+            )
+        return request.features[index]
 
     def _tensor(self, values: Sequence, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self.model.device)

@@ -55,6 +55,8 @@ class Model:
         batch: Batch,
         caches: Sequence[PagedCache],
         logit_rows: Tensor,
+        media_rows: Tensor | None = None,
+        media_embeddings: Tensor | None = None,
     ) -> Tensor:
         """Computes one step and writes its keys and values to the caches.
 
@@ -64,11 +66,15 @@ class Model:
             batch: the same T tokens as the operators see them.
             caches: one per layer, written in place.
             logit_rows: [N] int64, rows whose next token is wanted.
+            media_rows: [M] int64, rows of placeholder tokens, or None.
+            media_embeddings: [M, hidden], what stands in their embeddings' place.
 
         Returns:
             Logits [N, vocabulary] float32.
         """
         hidden = self.weights["embed_tokens.weight"][tokens]
+        if media_rows is not None:
+            hidden[media_rows] = media_embeddings.to(self.dtype)
         angles = positions.float()[:, None, None] * self._inverse_frequency
         angles = torch.cat((angles, angles), dim=-1)
         rotation = angles.cos().to(self.dtype), angles.sin().to(self.dtype)

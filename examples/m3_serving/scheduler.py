@@ -15,7 +15,10 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 
+from torch import Tensor
+
 from .cache import PAGE_TOKENS, CacheFull, PagePool, page_key, pages_for
+from .media import NO_MEDIA, PromptMedia
 from .sampling import SamplingParams
 
 
@@ -64,6 +67,7 @@ class Request:
     sampling: SamplingParams
     seed: int
     stop_ids: frozenset[int]
+    media: PromptMedia = NO_MEDIA
     tokens: list[int] = field(default_factory=list)
     """prompt and answer"""
     state: State = State.WAITING
@@ -76,6 +80,8 @@ class Request:
     num_published: int = 0
     """leading pages that were offered for reuse"""
     page_keys: list[bytes] = field(default_factory=list)
+    features: dict[int, Tensor] = field(default_factory=dict)
+    """tower's output of the media that are computed in part, by their index"""
     statistics: Statistics = field(default_factory=Statistics)
 
     def __post_init__(self) -> None:
@@ -96,8 +102,10 @@ class Request:
         """Key of a page whose 128 tokens are all known."""
         while len(self.page_keys) <= page_index:
             start = len(self.page_keys) * PAGE_TOKENS
+            stop = start + PAGE_TOKENS
             previous = self.page_keys[-1] if self.page_keys else b""
-            self.page_keys.append(page_key(previous, self.tokens[start : start + PAGE_TOKENS]))
+            media = self.media.names(start, stop)
+            self.page_keys.append(page_key(previous, self.tokens[start:stop], media))
         return self.page_keys[page_index]
 
 
@@ -183,6 +191,7 @@ class Scheduler:
         (self.waiting if request.state is State.WAITING else self.running).remove(request)
         self.pool.release(request.pages)
         request.pages = []
+        request.features.clear()
         request.state, request.finish_reason = State.FINISHED, reason
         request.statistics.finished = time.perf_counter()
 
@@ -224,6 +233,7 @@ class Scheduler:
         self.running.remove(request)
         self.pool.release(request.pages)
         request.pages, request.num_computed = [], 0
+        request.features.clear()
         request.state = State.WAITING
         request.statistics.preemptions += 1
         self.waiting.insert(0, request)  # whatever waits is younger than whatever was running

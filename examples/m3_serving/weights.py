@@ -10,7 +10,7 @@ mis-shaped tensor is an error.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -20,9 +20,8 @@ from torch import Tensor
 from .config import MSA_ATTENTION, ModelConfig
 
 _PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.")
-_NOT_LANGUAGE = re.compile(
-    r"^(model\.)?(vision_tower|multi_modal_projector|patch_merge_mlp)\.|(^|\.)mtp\."
-)
+_VISION = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|patch_merge_mlp)\.")
+_UNUSED = re.compile(r"(^|\.)mtp\.")  # multi-token prediction
 _RENAMES = (
     (
         re.compile(r"\.block_sparse_moe\.e_score_correction_bias$"),
@@ -30,6 +29,15 @@ _RENAMES = (
     ),
     (re.compile(r"\.block_sparse_moe\."), ".mlp."),
     (re.compile(r"\.self_attn\.index_([qk])_(proj|norm)\."), r".self_attn.indexer.\1_\2."),
+)
+_VISION_RENAMES = (
+    (re.compile(r"^model\."), ""),
+    (
+        re.compile(r"^vision_tower\.vision_model\.embeddings\.patch_embedding\."),
+        "vision_tower.embeddings.proj.",
+    ),
+    (re.compile(r"^vision_tower\.vision_model\.(encoder\.)?"), "vision_tower."),
+    (re.compile(r"^patch_merge_mlp\."), "multi_modal_projector.merge_"),
 )
 _ROUTER_BIAS = ".e_score_correction_bias"
 _LISTED = 6  # names an error message lists before it only counts
@@ -107,10 +115,55 @@ def load_weights(
     if config.tie_word_embeddings:  # some savers write the tied copy as well
         places["lm_head.weight"] = torch.empty_like(weights["embed_tokens.weight"])
 
+    filled = _fill(places, _stored_tensors(Path(folder), vision=False), _one_spelling)
+    _check_complete(weights, filled)
+    if config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["embed_tokens.weight"]
+    return weights
+
+
+def load_vision_weights(
+    folder: str | Path,
+    shapes: dict[str, tuple[int, ...]],
+    *,
+    dtype: torch.dtype,
+    device: str = "cpu",
+) -> dict[str, Tensor]:
+    """Loads the vision part of a checkpoint, of either layout.
+
+    Args:
+        folder: as in `load_weights`.
+        shapes: every tensor by its name in transformers' modules, `vision_tower.` or
+            `multi_modal_projector.` in front.
+        dtype: of the result.
+        device: of the result.
+
+    Returns:
+        The tensors of `shapes`.
+
+    Raises:
+        ValueError: as `load_weights`.
+    """
+    weights = {
+        name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()
+    }
+    filled = _fill(weights, _stored_tensors(Path(folder), vision=True), _one_vision_spelling)
+    missing = [name for name in weights if name not in filled]
+    if missing:
+        raise ValueError(f"checkpoint: missing tensors: {_listed(missing)}")
+    return weights
+
+
+def _fill(
+    places: dict[str, Tensor],
+    stored: Iterable[tuple[str, Tensor]],
+    one_spelling: Callable[[str], str],
+) -> dict[str, str]:
+    """Copies stored tensors to their places; (place: stored name) of those that were filled."""
     filled: dict[str, str] = {}
     unknown = []
-    for stored_name, tensor in _stored_tensors(Path(folder)):
-        name = _one_spelling(stored_name)
+    for stored_name, tensor in stored:
+        name = one_spelling(stored_name)
         if name not in places:
             unknown.append(stored_name)
             continue
@@ -132,10 +185,7 @@ def load_weights(
         raise ValueError(
             f"checkpoint: tensors that a model of this config.json has not: {_listed(unknown)}"
         )
-    _check_complete(weights, filled)
-    if config.tie_word_embeddings:
-        weights["lm_head.weight"] = weights["embed_tokens.weight"]
-    return weights
+    return filled
 
 
 def _places(name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -165,6 +215,12 @@ def _one_spelling(stored_name: str) -> str:
     return name
 
 
+def _one_vision_spelling(stored_name: str) -> str:
+    for pattern, replacement in _VISION_RENAMES:
+        stored_name = pattern.sub(replacement, stored_name)
+    return stored_name
+
+
 def _check_complete(weights: dict[str, Tensor], filled: dict[str, str]) -> None:
     missing = []
     for name, tensor in weights.items():
@@ -187,8 +243,8 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of the language part, one at a time: vision weights are not read."""
+def _stored_tensors(folder: Path, *, vision: bool) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of the vision part or of the language part, one at a time."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shard_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -209,7 +265,7 @@ def _stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
                         f"checkpoint: {file} must hold {lost[0]}, as its index says; got none"
                     )
                 for name in stored:
-                    if not _NOT_LANGUAGE.search(name):
+                    if bool(_VISION.search(name)) == vision and not _UNUSED.search(name):
                         yield name, shard.get_tensor(name)
         except SafetensorError as error:
             raise ValueError(

@@ -90,6 +90,67 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in ("released", "shards", "text")}
 
 
+IMAGE_ID, VIDEO_ID = 258, 259
+MEDIA_CONFIG = {
+    "text_config": {**TEXT_CONFIG, "vocab_size": 262},
+    "vision_config": {**VISION_CONFIG, "num_hidden_layers": 2},
+    "projector_hidden_size": 48,
+    "image_token_index": IMAGE_ID,
+    "video_token_index": VIDEO_ID,
+}
+
+
+@pytest.fixture(scope="session")
+def media_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that can see: its tower's output is as large as its embeddings."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.set_seed(6)
+    config = transformers.MiniMaxM3VLConfig(**MEDIA_CONFIG)
+    full = transformers.MiniMaxM3SparseForConditionalGeneration(config).float()
+    with torch.no_grad():
+        for name, tensor in full.model.language_model.state_dict().items():
+            if name.endswith(("norm.weight", "e_score_correction_bias")):
+                tensor.normal_(std=0.2)
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                tensor.add_(1.0)
+        for part in (full.model.vision_tower, full.model.multi_modal_projector):
+            for name, tensor in part.state_dict().items():
+                tensor.normal_(std=1.5 * tensor[0].numel() ** -0.5 if tensor.dim() > 1 else 0.2)
+                if "norm" in name and name.endswith("weight"):
+                    tensor.add_(1.0)
+    folder = tmp_path_factory.mktemp("media") / "checkpoint"
+    full.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def media_engine(media_checkpoint: Path):
+    """An engine with a vision tower and a cache full of NaN; all share the weights."""
+    first = Engine.from_folder(media_checkpoint, vision=True, cache_tokens=128)
+
+    def make(**options) -> Engine:
+        engine = Engine(first.model, **({"tower": first.tower} | options))
+        for cache in engine.caches:
+            for pool in (cache.k, cache.v, cache.index_k):
+                if pool is not None:
+                    pool.fill_(float("nan"))
+        return engine
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def media_oracle(media_checkpoint: Path):
+    """transformers' whole model of the same checkpoint."""
+    import transformers
+
+    return transformers.MiniMaxM3SparseForConditionalGeneration.from_pretrained(
+        media_checkpoint, attn_implementation="eager"
+    )
+
+
 @pytest.fixture(scope="session")
 def model(checkpoints: dict[str, Path]) -> Model:
     config = ModelConfig.from_folder(checkpoints["released"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from examples.m3_serving import Engine, demo
+from examples.m3_serving import Engine, demo, demo_checkpoint, demo_media
 from examples.m3_serving.__main__ import ByteTokenizer, FileTokenizer, load_tokenizer, main
 
 
@@ -105,8 +105,10 @@ def test_no_tokenizer_and_no_byte_vocabulary_is_refused(tmp_path):
 
 
 def test_the_demo_fails_where_selection_changes_nothing(monkeypatch, tmp_path, capsys):
-    """A short run of the whole demo: equal tokens, but with two blocks all are attended."""
-    monkeypatch.setattr(demo, "DEMO_FOLDER", tmp_path)
+    """A short run of the first part: equal tokens, but with two blocks all are attended."""
+    monkeypatch.setattr(demo_checkpoint, "DEMO_FOLDER", tmp_path)
+    monkeypatch.setattr(demo_media, "Servers", lambda stack, folder: None)
+    monkeypatch.setattr(demo_media, "run", lambda servers, model, console: [])
     monkeypatch.setattr(demo, "PROMPT_TOKENS", {"bisect": 140, "textwrap": 60})
     monkeypatch.setattr(demo, "NEW_TOKENS", 3)
     assert demo.main() == 1
@@ -115,7 +117,7 @@ def test_the_demo_fails_where_selection_changes_nothing(monkeypatch, tmp_path, c
     assert "selection: attending to all blocks must change the longest answer" in out
     assert "as in transformers" not in out
     folders = list(tmp_path.iterdir())
-    demo.make_checkpoint()
+    demo_checkpoint.make_checkpoint()
     assert list(tmp_path.iterdir()) == folders  # made once
 
 

@@ -1,9 +1,9 @@
-"""The gateway's media preprocessing: from URLs and bytes to patches and token ids, without torch.
+"""The gateway: from requests to patches and token ids, and to a worker with them; without torch.
 
 Reading order: `protocols.py` (what passes between the parts), `pipeline.py` (the parts in a row),
 `fetch.py` with `addresses.py` and `data_url.py`, `pool.py` with `child.py`, `channel.py`,
 `job_spec.py` and `jobs.py`, `decode_image.py`, `decode_video.py`, `sampling.py`, `sizing.py`,
-`pixels.py`, `expand.py`, `families/`.
+`pixels.py`, `expand.py`, `families/`. Then `server/` (HTTP) and `wire/` (gRPC to the workers).
 
-Needs Linux, Python 3.11, numpy, Pillow, PyAV and aiohttp.
+Needs Linux, Python 3.11 and the packages of the `examples` extra.
 """

@@ -29,7 +29,7 @@ from .addresses import (
 )
 from .data_url import decode_data_url, is_data_url
 from .errors import InvalidMedia, MediaTimeout, MediaTooLarge, MediaUnreachable
-from .protocols import Fetched, MediaItem, MediaLimits, MediaSource
+from .protocols import Fetched, Hold, MediaItem, MediaLimits, MediaSource, hold_nothing
 from .tasks import gather_or_cancel
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
@@ -80,10 +80,11 @@ class _Pinned(AbstractResolver):
 class _Budget:
     """Counts a request's bytes over all its sources."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit, self._used = limit, 0
+    def __init__(self, limit: int, hold: Hold) -> None:
+        self._limit, self._used, self._hold = limit, 0, hold
 
     def spend(self, count: int) -> None:
+        self._hold(count)
         self._used += count
         if self._used > self._limit:
             raise MediaTooLarge(f"a request's media may have {self._limit} bytes together")
@@ -147,13 +148,15 @@ class HttpFetcher:
         self._ports, self._networks = frozenset(allowed_ports), tuple(allowed_networks)
         self._resolve, self._ssl = resolve, ssl_context
 
-    async def fetch_all(self, items: Sequence[MediaItem], limits: MediaLimits) -> list[Fetched]:
+    async def fetch_all(
+        self, items: Sequence[MediaItem], limits: MediaLimits, hold: Hold = hold_nothing
+    ) -> list[Fetched]:
         """Bytes of every item, in order; the same URL under the same cap is fetched once.
 
         Raises:
             GatewayError: of the first item that fails; the others are stopped.
         """
-        budget = _Budget(limits.request_bytes)
+        budget = _Budget(limits.request_bytes, hold)
         gate = asyncio.Semaphore(self._concurrency)
         keys = [(item.source, limits.byte_cap(item)) for item in items]
 
@@ -172,8 +175,12 @@ class HttpFetcher:
             digest = await asyncio.to_thread(hashlib.sha256, data)
             return Fetched(data, digest.hexdigest())
 
-        distinct = dict.fromkeys(keys)
-        results = await gather_or_cancel(one(source, cap) for source, cap in distinct)
+        async def blamed(item: MediaItem, source: MediaSource, cap: int) -> Fetched:
+            with item.blamed():
+                return await one(source, cap)
+
+        distinct = dict(zip(reversed(keys), reversed(items), strict=True))  # the first of a kind
+        results = await gather_or_cancel(blamed(item, *key) for key, item in distinct.items())
         found = dict(zip(distinct, results, strict=True))
         return [found[key] for key in keys]
 
@@ -193,8 +200,9 @@ class HttpFetcher:
         """
         target = parse_url(url, self._ports)
         try:
-            return await asyncio.wait_for(self._follow(target, max_bytes, spend), self._total_s)
-        except asyncio.TimeoutError as error:
+            async with asyncio.timeout(self._total_s):
+                return await self._follow(target, max_bytes, spend)
+        except TimeoutError as error:
             raise MediaTimeout(
                 f"the host of the media URL did not deliver within {self._total_s:g} s"
             ) from error

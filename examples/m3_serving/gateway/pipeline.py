@@ -8,7 +8,16 @@ from typing import Any
 from .errors import InvalidParameter, TooManyItems
 from .job_spec import make_job
 from .pool import DecodePool
-from .protocols import Decoded, Fetched, MediaFetcher, MediaItem, ModelFamily, PreparedItem
+from .protocols import (
+    Decoded,
+    Fetched,
+    Hold,
+    MediaFetcher,
+    MediaItem,
+    ModelFamily,
+    PreparedItem,
+    hold_nothing,
+)
 from .tasks import gather_or_cancel
 
 
@@ -42,24 +51,29 @@ class MediaPipeline:
         """Fetcher and pool may be shared with other pipelines."""
         self._family, self._fetcher, self._pool = family, fetcher, pool
 
-    async def prepare(self, items: Sequence[MediaItem]) -> list[PreparedItem]:
+    async def prepare(
+        self, items: Sequence[MediaItem], hold: Hold = hold_nothing
+    ) -> list[PreparedItem]:
         """All media of a request, in order; placeholders are left to the expander.
 
         Options and counts are judged before anything is fetched. An item that occurs twice with the
-        same options is fetched and decoded once, and counted twice.
+        same options is fetched and decoded once, and counted twice. `hold` is told of bytes
+        fetched and of patches made.
 
         Raises:
             GatewayError: of the first item that fails; work on the others is stopped.
         """
         self._check_counts(items)
         jobs = [self._job(item) for item in items]
-        fetched = await self._fetcher.fetch_all(items, self._family.limits)
+        fetched = await self._fetcher.fetch_all(items, self._family.limits, hold)
         keys = [
             (medium.digest, json.dumps(job, sort_keys=True))
             for medium, job in zip(fetched, jobs, strict=True)
         ]
-        work = {key: (job, medium) for key, job, medium in zip(keys, jobs, fetched, strict=True)}
-        results = await gather_or_cancel(self._decode(*pair) for pair in work.values())
+        work: dict[tuple[str, str], tuple[MediaItem, dict[str, Any], Fetched]] = {}
+        for key, *one in zip(keys, items, jobs, fetched, strict=True):
+            work.setdefault(key, tuple(one))
+        results = await gather_or_cancel(self._decode(*one, hold) for one in work.values())
         prepared = dict(zip(work, results, strict=True))
         return [prepared[key] for key in keys]
 
@@ -71,16 +85,21 @@ class MediaPipeline:
                 raise TooManyItems(f"a request may have {limit} {modality}s, got {count}")
 
     def _job(self, item: MediaItem) -> dict[str, Any]:
-        sampler = None
-        if item.modality == "video":
-            sampler = self._family.sampler(item.options)
-        elif item.options.fps is not None:
-            raise InvalidParameter("fps is for clips, not for images", param="fps")
-        sizing = self._family.sizing(item.modality, item.options)
+        with item.blamed():
+            sampler = None
+            if item.modality == "video":
+                sampler = self._family.sampler(item.options)
+            elif item.options.fps is not None:
+                raise InvalidParameter("fps is for clips, not for images", param="fps")
+            sizing = self._family.sizing(item.modality, item.options)
         return make_job(item.modality, self._family.geometry, sizing, sampler, self._family.limits)
 
-    async def _decode(self, job: dict[str, Any], medium: Fetched) -> PreparedItem:
-        decoded = await self._pool.run(job, medium.data)
+    async def _decode(
+        self, item: MediaItem, job: dict[str, Any], medium: Fetched, hold: Hold
+    ) -> PreparedItem:
+        with item.blamed():
+            decoded = await self._pool.run(job, medium.data)
+            hold(decoded.patches.nbytes)
         return PreparedItem(
             modality=job["modality"],
             content_key=content_key(medium.digest, job, decoded),

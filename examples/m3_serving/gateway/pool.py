@@ -138,12 +138,11 @@ class DecodePool:
         child = await self._take()
         reusable = False
         try:
-            header, payload = await asyncio.wait_for(
-                self._exchange(child, job, data), self.limits.wall_s
-            )
+            async with asyncio.timeout(self.limits.wall_s):
+                header, payload = await self._exchange(child, job, data)
             child.jobs += 1
             reusable = not header.get("retire") and child.jobs < self.limits.jobs_per_child
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise MediaTooSlow(
                 f"decoding took longer than the {self.limits.wall_s:g} s it may take"
             ) from None
@@ -177,10 +176,11 @@ class DecodePool:
         ready = False
         self._running.add(child)
         try:
-            await asyncio.wait_for(channel.receive_async(child.sock, 0), self.limits.startup_s)
+            async with asyncio.timeout(self.limits.startup_s):
+                await channel.receive_async(child.sock, 0)
             ready = True
             return child
-        except (asyncio.TimeoutError, channel.ChannelClosed) as error:
+        except (TimeoutError, channel.ChannelClosed) as error:
             # Not the client's fault: a broken installation, or no memory for a process.
             raise RuntimeError("a decoding process does not start") from error
         finally:

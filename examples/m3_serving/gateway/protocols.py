@@ -2,18 +2,29 @@
 
     MediaItem --fetch--> Fetched --decode, sample, size, patch (child process)--> Decoded
       --key--> PreparedItem --expand (with the text)--> ExpandedPrompt
+      --WorkerClient--> GeneratedTokens, one message after the other
 
 Nothing here knows a model. A model family is one object (`ModelFamily`) that says which policies,
 limits and brackets it uses; a medium's bytes are only ever parsed in a child process (`pool.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from .errors import GatewayError
+
 Modality = Literal["image", "video"]
+
+Hold = Callable[[int], None]
+"""Told of bytes that a request makes the server hold, as they come; may raise GatewayError."""
+
+
+def hold_nothing(count: int) -> None:
+    """The `Hold` of who does not count."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,18 @@ class MediaItem:
     modality: Modality
     source: MediaSource
     options: MediaOptions = field(default_factory=MediaOptions)
+    param: str | None = None
+    """the request's field it stands in, for error messages"""
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Errors inside say that they are about this item."""
+        try:
+            yield
+        except GatewayError as error:
+            if self.param is not None:
+                error.param = f"{self.param}.{error.param}" if error.param else self.param
+            raise
 
 
 @dataclass(frozen=True)
@@ -224,7 +247,9 @@ class PreparedItem:
 class MediaFetcher(Protocol):
     """From sources to bytes."""
 
-    async def fetch_all(self, items: Sequence[MediaItem], limits: MediaLimits) -> list[Fetched]:
+    async def fetch_all(
+        self, items: Sequence[MediaItem], limits: MediaLimits, hold: Hold = hold_nothing
+    ) -> list[Fetched]:
         """Bytes of every item, in order; a source named twice is fetched once."""
 
 
@@ -313,9 +338,11 @@ class ModelFamily(Protocol):
     geometry: PatchGeometry
     limits: MediaLimits
     placeholder_tokens: tuple[str, ...]
-    """special tokens that stand for rows of the tower's output"""
+    """special tokens that stand for rows of the tower's output: of images, of clips"""
     bracket_tokens: tuple[str, ...]
-    """the other special tokens that `pieces` uses"""
+    """the other special tokens that `pieces` uses: before a block of rows, after it"""
+    chat_template: str
+    """Jinja, for checkpoints that bring none"""
 
     def sizing(self, modality: Modality, options: MediaOptions) -> SizingPolicy:
         """The policy for one medium. Raises InvalidParameter."""
@@ -325,3 +352,69 @@ class ModelFamily(Protocol):
 
     def pieces(self, item: PreparedItem) -> list[MediaPiece]:
         """What stands in the prompt for one medium."""
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How to choose tokens; None means the worker's default (greedy)."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """What a worker is asked for."""
+
+    request_id: str
+    prompt: ExpandedPrompt
+    max_new_tokens: int
+    sampling: SamplingOptions = SamplingOptions()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class GeneratedTokens:
+    """One message of the answer stream."""
+
+    token_ids: tuple[int, ...]
+    """new since the last message"""
+    finish_reason: Literal["stop", "length"] | None = None
+    """set in the last message only"""
+    cached_tokens: int = 0
+    """prompt tokens found in the prefix cache, set in the first message"""
+
+
+@dataclass(frozen=True)
+class WorkerHealth:
+    """What is known of one worker."""
+
+    name: str
+    ready: bool
+    running: int
+    """requests it computes"""
+    waiting: int
+    """requests it has queued"""
+    reason: str = ""
+    """why it is not ready"""
+
+
+class WorkerClient(Protocol):
+    """The way to the processes that generate."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedTokens]:
+        """The answer as it comes. Closing the iterator cancels the request at the worker.
+
+        Raises:
+            WorkerBusy: all workers are at their limit of bytes or requests.
+            WorkerUnavailable: none is healthy.
+            WorkerLost: the worker died under the request.
+            WorkerRejected: it refused the request.
+        """
+
+    async def health(self) -> list[WorkerHealth]:
+        """One entry a configured worker."""
+
+    async def close(self) -> None:
+        """Ends the connections; running requests are cancelled."""

@@ -20,3 +20,5 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        tasks.clear()  # they know errors that know this frame, which would keep the others' results
+        task = None

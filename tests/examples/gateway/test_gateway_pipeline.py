@@ -23,6 +23,7 @@ from examples.m3_serving.gateway.errors import (
     InvalidMedia,
     InvalidParameter,
     TooManyItems,
+    WorkerRejected,
     error_from_code,
 )
 from examples.m3_serving.gateway.expand import Expander
@@ -107,7 +108,7 @@ def test_equal_items_are_decoded_once_and_counted_each(monkeypatch):
 @pytest.mark.parametrize(("modality", "limit"), [("image", 200), ("video", 20)])
 def test_one_item_too_many_is_refused_before_fetching(modality, limit):
     class NeverFetched:
-        async def fetch_all(self, items, limits):
+        async def fetch_all(self, items, limits, hold):
             raise AssertionError("fetched")
 
     pipeline = MediaPipeline(FAMILY, NeverFetched(), pool=None)
@@ -199,11 +200,16 @@ def test_every_error_is_a_4xx_or_says_whose_fault_it_is():
     assert not any(error.__subclasses__() for error in errors)
     assert len({error.code for error in errors}) == len(errors) > 10
     for error in errors:
-        assert 400 <= error.status < 500 or error.code == "media_timeout"
+        others_fault = ("media_timeout", "worker_lost", "worker_unavailable", "worker_timeout")
+        others_fault += ("shutting_down", "internal_error")
+        assert 400 <= error.status < 500 or error.code in others_fault
         body = error("text", param="fps").to_openai()["error"]
         assert body["message"] == "text" and body["param"] == "fps" and body["code"] == error.code
         assert type(error_from_code(error.code, "x")) is error
     assert type(error_from_code(["?"], "x")) is InvalidMedia
+    # What gateway and worker disagree about is not the client's mistake.
+    assert (WorkerRejected("x", internal=True).status, WorkerRejected("x").status) == (500, 400)
+    assert WorkerRejected("x", internal=True).to_openai()["error"]["type"] == "server_error"
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.name)

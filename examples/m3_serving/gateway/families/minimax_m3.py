@@ -34,6 +34,32 @@ TIERS = {"low": 504, "high": 2016}
 LONG_SIDE_BOUNDS = (112, 3584)
 
 
+CHAT_TEMPLATE = """\
+{{- ']~!b[' -}}
+{%- for message in messages -%}
+    {{- ']~b]' ~ ('ai' if message.role == 'assistant' else message.role) ~ '\\n' -}}
+    {%- if message.content is string -%}
+        {{- message.content -}}
+    {%- elif message.content -%}
+        {%- for part in message.content -%}
+            {%- if part.type == 'image' -%}
+                {{- ']<]image[>[' -}}
+            {%- elif part.type == 'video' -%}
+                {{- ']<]video[>[' -}}
+            {%- else -%}
+                {{- part.text -}}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+    {{- '[e~[\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- ']~b]ai\\n' -}}
+{%- endif -%}
+"""
+"""Turns between the vocabulary's own marks; no default system text, no reasoning."""
+
+
 class MiniMaxM3Family:
     """The family of `minimax_m3_vl` checkpoints."""
 
@@ -42,6 +68,7 @@ class MiniMaxM3Family:
     limits = server_limits(max_images=200, max_videos=20)
     placeholder_tokens = (IMAGE, VIDEO)
     bracket_tokens = (START, END)
+    chat_template = CHAT_TEMPLATE
 
     def __init__(
         self,

@@ -25,6 +25,23 @@ DEFAULT_FPS = 2.0
 # (smallest, largest) area in pixels: the defaults of transformers 5.24's processors.
 AREAS = {"image": (56 * 56, 1280 * 28 * 28), "video": (128 * 28 * 28, 768 * 28 * 28)}
 
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+    {{- '<|im_start|>' ~ message.role ~ '\\n' -}}
+    {%- if message.content is string -%}
+        {{- message.content -}}
+    {%- elif message.content -%}
+        {%- for part in message.content -%}
+            {{- part.text if part.type == 'text' else '<|' ~ part.type ~ '_pad|>' -}}
+        {%- endfor -%}
+    {%- endif -%}
+    {{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+
 
 class Qwen2VLFamily:
     """The family of `qwen2_vl` checkpoints."""
@@ -34,6 +51,7 @@ class Qwen2VLFamily:
     limits = server_limits(max_images=64, max_videos=8)
     placeholder_tokens = (IMAGE, VIDEO)
     bracket_tokens = (START, END)
+    chat_template = CHAT_TEMPLATE
 
     def sizing(self, modality: Modality, options: MediaOptions) -> SizingPolicy:
         """The area rule; a request cannot choose another."""
