@@ -13,7 +13,7 @@ from torch import Tensor
 
 from msa_kernels import reference
 
-from .inputs import BLOCK, FP8, D, Inputs
+from .inputs import BLOCK, FP8, FRAME, PIXEL_MEAN, PIXEL_STD, D, Inputs
 
 SAMPLES = 24
 """tokens looked at"""
@@ -208,6 +208,17 @@ def merged(inputs: Inputs, result: tuple[Tensor, Tensor]) -> Check:
         close(result[0][rows], out, inputs.dtypes.q),
         close(result[1][rows], lse, torch.float32, "lse"),
     )
+
+
+def normalized(inputs: Inputs, patches: Tensor, out: Tensor) -> Check:
+    """Normalised patches [4 T, 1176] of `patches`, on sampled rows."""
+    if out.shape != (len(patches), 2 * FRAME) or out.dtype != inputs.dtypes.q:
+        return Check(False, float("nan"), f"out is {out.dtype} {list(out.shape)}")
+    rng = torch.Generator().manual_seed(len(patches))
+    rows = torch.randint(len(patches), (SAMPLES,), generator=rng)
+    rows = torch.cat([rows, torch.tensor([0, len(patches) - 1])]).to(patches.device)
+    expected = reference.normalize_patches(patches[rows], PIXEL_MEAN, PIXEL_STD)
+    return close(out[rows], expected, inputs.dtypes.q)
 
 
 def written(inputs: Inputs) -> Check:

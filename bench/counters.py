@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .inputs import BLOCK, D, Inputs
+from .inputs import BLOCK, FRAME, PATCHES, D, Inputs
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,12 @@ def write_cache(inputs: Inputs) -> Cost:
     shape, dtypes = inputs.shape, inputs.dtypes
     kv = 2 * shape.num_kv_heads * D * (dtypes.q.itemsize + dtypes.cache.itemsize)
     return Cost(0, shape.num_tokens * (kv + 2 * D * dtypes.index.itemsize + 8))
+
+
+def normalize_patches(inputs: Inputs, frames: int = 2) -> Cost:
+    """No products; a byte read for each pixel of `frames`, a number written for each of two."""
+    rows = PATCHES * inputs.shape.num_tokens
+    return Cost(0, rows * FRAME * (frames + 2 * inputs.dtypes.q.itemsize))
 
 
 def _index(inputs: Inputs, written: int) -> Cost:

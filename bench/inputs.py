@@ -17,6 +17,12 @@ BLOCK = 128
 D = 128
 """head size of q, k, v and of the index"""
 FP8 = torch.float8_e4m3fn
+PATCHES = 4
+"""rows of patches that one token of an image or clip stands for"""
+FRAME = 3 * 14 * 14
+"""bytes of one frame of a patch"""
+PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
+PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
 LAYOUTS = ("interleaved", "hnd", "nhd")
 _FILL = 1 << 28
 """numbers drawn at once; bounds the memory that drawing takes beside the pool"""
@@ -298,6 +304,22 @@ class Inputs:
     def lses(self) -> Tensor:
         """[P, T, Hq] float32, natural logarithms."""
         return self.draw(self.outs.shape[:3], torch.float32)
+
+    # Media.
+
+    @cached_property
+    def patches(self) -> Tensor:
+        """[4 T, 1176] uint8: a step whose tokens are all of clips, two frames a row."""
+        return self._pixels(2)
+
+    @cached_property
+    def image_patches(self) -> Tensor:
+        """[4 T, 588] uint8: the same of images, one frame a row."""
+        return self._pixels(1)
+
+    def _pixels(self, frames: int) -> Tensor:
+        size = (PATCHES * self.shape.num_tokens, frames * FRAME)
+        return torch.randint(256, size, generator=self.rng, device=self.device, dtype=torch.uint8)
 
     # Making them.
 

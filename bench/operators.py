@@ -13,7 +13,7 @@ from msa_kernels import reference
 from . import check, counters
 from .check import Check
 from .counters import Cost
-from .inputs import BLOCK, Inputs
+from .inputs import BLOCK, PIXEL_MEAN, PIXEL_STD, Inputs
 from .peers.base import Call
 
 
@@ -179,6 +179,14 @@ def _write_cache(inputs: Inputs) -> Call:
     return Call(lambda: msa.write_cache(*args, **scales), writes_inputs=True)
 
 
+def _normalize(patches: Callable[[Inputs], torch.Tensor]) -> Callable[[Inputs], Call]:
+    def ours(inputs: Inputs) -> Call:
+        pixels, dtype = patches(inputs), inputs.dtypes.q
+        return Call(lambda: msa.normalize_patches(pixels, PIXEL_MEAN, PIXEL_STD, dtype=dtype))
+
+    return ours
+
+
 def _check_chain(inputs: Inputs, result: tuple) -> Check:
     ids, out = result
     return check.all_of(check.selection(inputs, ids), check.attention(inputs, out, ids))
@@ -291,6 +299,26 @@ OPERATORS = {
             _merge_lse,
             check.merged,
             counters.merge_lse,
+            patterned=False,
+        ),
+        Operator(
+            "normalize_patches",
+            ("prefill",),
+            "uint8 pixels of a clip, two frames a patch, to the tower's input",
+            ("normalize_patches",),
+            _normalize(lambda inputs: inputs.patches),
+            lambda inputs, out: check.normalized(inputs, inputs.patches, out),
+            counters.normalize_patches,
+            patterned=False,
+        ),
+        Operator(
+            "normalize_image_patches",
+            ("prefill",),
+            "the same of images, one frame a patch, written twice",
+            ("normalize_patches",),
+            _normalize(lambda inputs: inputs.image_patches),
+            lambda inputs, out: check.normalized(inputs, inputs.image_patches, out),
+            lambda inputs: counters.normalize_patches(inputs, frames=1),
             patterned=False,
         ),
         Operator(

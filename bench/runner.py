@@ -176,7 +176,9 @@ class Run:
     ) -> Prepared:
         call, device = contender.call, self.options.device
         if not (graph and device.type == "cuda"):
-            return prepare(call.run, device, graph=False)
+            ready = prepare(call.run, device, graph=False)
+            ready.on_host = call.on_host
+            return ready
         try:
             ready = prepare(call.run, device, graph=True)
         except RuntimeError as error:  # for example a read-back within

@@ -56,6 +56,8 @@ class Prepared:
     """of a graph: the tensors that every replay writes"""
     host_us: float = 0.0
     """time the host needs to launch it, us"""
+    on_host: bool = False
+    """starts on an idle device, see `Call`"""
 
 
 class Clock:
@@ -106,6 +108,8 @@ class Clock:
 
     def _enqueue(self, call: Prepared) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         lead_us = call.host_us * 1.5 - (0 if self.flush == "none" else _FLUSH_US)
+        if call.on_host:
+            lead_us = 0
         if lead_us > 0:
             torch.cuda._sleep(int(lead_us * 2000))  # about 2000 cycles a us
         if self.flush != "none":
@@ -113,6 +117,8 @@ class Clock:
         if self.flush == "clean":
             torch.sum(self.clean, dim=0, out=self.sink)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
+        if call.on_host:
+            torch.cuda.synchronize()
         begin.record()
         call.run()
         end.record()

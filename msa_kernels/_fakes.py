@@ -55,6 +55,10 @@ def _merge_lse_parts(outs, lses):
     return _contiguous(outs[0], outs[0].shape), _contiguous(lses[0], lses[0].shape)
 
 
+def _normalize_patches(patches, mean, std, *, patch=14, temporal=2, dtype):
+    return _contiguous(patches, (patches.size(0), 3 * temporal * patch * patch), dtype)
+
+
 _FAKES = {
     "write_cache": _nothing,
     "index_score": _index_score,
@@ -74,6 +78,8 @@ _FAKES = {
     "merge_lse": _merge_lse,
     "merge_lse.out": _nothing,
     "merge_lse.parts": _merge_lse_parts,
+    "normalize_patches": _normalize_patches,
+    "normalize_patches.out": _nothing,
 }
 
 

@@ -51,7 +51,8 @@ def is_supported(
     Args:
         op: operator name, for example "sparse_prefill".
         device: "cpu", "cuda" (the current device) or "cuda:1".
-        dtype: of q, index_q, k, the parts of a merge, or the ids of a remap or view.
+        dtype: of q, index_q, k, the parts of a merge, the ids of a remap or view, or the result of
+            normalize_patches.
         cache_dtype: of the caches; None: the same as `dtype`. Ignored by operators without a cache.
 
     Returns:

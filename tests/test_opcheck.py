@@ -72,6 +72,15 @@ def calls(strided):
     yield "merge_lse", ops.merge_lse.default, (outs, lses), {}
     yield "merge_lse.out", ops.merge_lse.out, (outs, lses), {"output": merged, "lse": merged_lse}
     yield "merge_lse.parts", ops.merge_lse.parts, (list(outs), list(lses)), {}
+    pixels = torch.randint(0, 256, (tokens + 1, 588), dtype=torch.uint8)
+    pixels = pixels[1:] if strided else pixels[:-1].clone()  # [1:]: not aligned to 8 bytes
+    media = (pixels, [0.5, 0.4, 0.3], [0.3, 0.2, 0.1])
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.zeros(tokens, 1176, dtype=dtype)
+        one = {"temporal": 1, "dtype": dtype}
+        yield f"normalize_patches, {dtype}", ops.normalize_patches.default, media, {"dtype": dtype}
+        yield f"normalize_patches, 1, {dtype}", ops.normalize_patches.default, media, one
+        yield f"normalize_patches.out, {dtype}", ops.normalize_patches.out, media, {"output": out}
     for name, x in (("write_cache", case), ("write_cache, FP8", fp8)):
         new = copied_caches(x, "zero")
         args = (x.k, x.v, x.index_k, x.slot_mapping, new.k_cache, new.v_cache, new.index_k_cache)
@@ -206,6 +215,11 @@ def public_calls(case):
         "visible_blocks",
         lambda: msa_kernels.visible_blocks(case.cu_seqlens_q, case.seq_lens, tokens),
     )
+    pixels = torch.zeros(tokens, 588, dtype=torch.uint8) + torch.arange(588) % 256
+    media = (pixels.byte(), (0.5, 0.4, 0.3), (0.3, 0.2, 0.1))
+    yield "normalize_patches", lambda: msa_kernels.normalize_patches(*media)
+    written = torch.zeros(tokens, 1176)
+    yield "normalize_patches, out", lambda: msa_kernels.normalize_patches(*media, out=written)
 
 
 @pytest.mark.parametrize("layout", ["hnd", "nhd"])

@@ -103,6 +103,21 @@ def parts_call():
     return {"outs": list(call["outs"]), "lses": list(call["lses"])}
 
 
+def media_call():
+    return {
+        "patches": torch.full((6, 2 * 588), 9, dtype=torch.uint8),
+        "mean": [0.5, 0.4, 0.3],
+        "std": [0.3, 0.2, 0.1],
+        "patch": 14,
+        "temporal": 2,
+        "out": torch.full((6, 2 * 588), -7.0),
+    }
+
+
+def media_dtype_call():
+    return {**media_call(), "dtype": torch.float32, "out": None}
+
+
 def fp8_attend_call():
     return attend_call(cache_dtype=FP8)
 
@@ -435,6 +450,50 @@ PARTS = [
     ("outs", lambda parts: parts * 6, "1 to 16.*got 18"),
 ]
 
+MEDIA = [
+    ("patches", to(torch.int8), "uint8.*got int8"),
+    ("patches", to(torch.float32), "uint8.*got float32"),
+    ("patches", deeper, r"\[rows, 3 \* frames \* patch \* patch\].*got \[1, 6, 1176\]"),
+    ("patches", flat, r"got \[7056\]"),
+    ("patches", shorter(1), "588 or 1176, got 1175"),
+    ("patches", lambda x: x[:, :392], "588 or 1176, got 392"),
+    ("patches", gapped, r"contiguous, strides \[1176, 1\], got strides \[2352, 2\]"),
+    ("patches", lambda x: x.expand(2, 6, 1176)[:, 0], r"contiguous.*got strides \[0, 1\]"),
+    ("patches", lambda x: torch.cat([x, x], 1)[:, :1176], r"got strides \[2352, 1\]"),
+    ("patches", shifted, "aligned to 4 bytes, got an address 1 bytes past"),
+    ("mean", lambda x: x[:2], "3 numbers, one a channel, got 2 numbers"),
+    ("mean", lambda x: [*x, 0.5], "got 4 numbers"),
+    ("mean", lambda x: [0.5, 1.5, 0.5], r"mean\[1\] must be from 0 to 1, got 1.5"),
+    ("mean", lambda x: [0.5, 0.5, -0.1], r"mean\[2\].*got -0.1"),
+    ("mean", lambda x: [float("nan"), 0.5, 0.5], r"mean\[0\].*got nan"),
+    ("std", lambda x: x[:1], "got 1 numbers"),
+    ("std", lambda x: [0.5, 0.0, 0.5], r"std\[1\] must be from 1e-06 to 1, got 0"),
+    ("std", lambda x: [0.5, 0.5, float("inf")], r"std\[2\].*got inf"),
+    ("std", lambda x: [float("nan"), 0.5, 0.5], r"std\[0\].*got nan"),
+    ("std", lambda x: [0.5, -0.5, 0.5], "got -0.5"),
+    ("patch", number(2), "from 4 to 128, got 2"),
+    ("patch", number(130), "from 4 to 128, got 130"),
+    ("patch", number(15), "even, got 15"),
+    ("the second dimension of patches", ("patch", number(16)), "768 or 1536, got 1176"),
+    ("temporal", number(0), "from 1 to 2, got 0"),
+    ("temporal", number(3), "from 1 to 2, got 3"),
+    ("the second dimension of patches", ("temporal", number(1)), "= 588, got 1176"),
+    ("out", to(torch.float16), "float32 or bfloat16, got float16"),
+    ("out", to(torch.float64), "float32 or bfloat16, got float64"),
+    ("out", shorter(0), r"= \[6, 1176\], got \[5, 1176\]"),
+    ("out", shorter(1), r"got \[6, 1175\]"),
+    ("out", gapped, "contiguous.*got strides"),
+    ("out", overlapping, "contiguous.*got strides"),
+    ("out", shifted, "aligned to 16 bytes, got an address 4 bytes past"),
+    ("dtype", number(torch.bfloat16), "that of out, torch.float32, got torch.bfloat16"),
+]
+
+MEDIA_DTYPE = [
+    ("dtype", number(torch.float16), "float32 or bfloat16, got float16"),
+    ("dtype", number(torch.float64), "float32 or bfloat16, got float64"),
+    ("dtype", number(torch.uint8), "float32 or bfloat16, got uint8"),
+]
+
 PAGED_BATCH = [
     ({"block_table": "page_table", "seq_lens": "kv_lens"}.get(name, name), spoil, text)
     for name, spoil, text in BATCH
@@ -455,6 +514,8 @@ TABLES = [
     ("paged_decode", paged_call, ATTEND + PAGED_BATCH),
     ("merge_lse", merge_call, MERGE),
     ("merge_lse", parts_call, PARTS),
+    ("normalize_patches", media_call, MEDIA),
+    ("normalize_patches", media_dtype_call, MEDIA_DTYPE),
 ]
 
 ROWS = [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .base import Call, CannotRun, Peer
 
-NAMES = ("vllm", "sglang", "flashinfer", "dense", "torch")
+NAMES = ("vllm", "sglang", "flashinfer", "dense", "torch", "host")
 ENVIRONMENT = "MSA_BENCH_PEER_DIR"
 """names the folder of unpacked files where --peer-dir does not"""
 

@@ -30,6 +30,8 @@ class Call:
     """attends to every token, not to the selection: checked and counted as such"""
     writes_inputs: bool = False
     """the result lies in an input, so that it must not be poisoned"""
+    on_host: bool = False
+    """its time is the host's: nothing may run on the device meanwhile and hide it"""
 
 
 class Peer(Protocol):

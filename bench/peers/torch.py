@@ -1,12 +1,13 @@
 """Plain PyTorch, as one would write it without kernels: gather, matmul, top-k, SDPA."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..inputs import BLOCK, FP8, D, Inputs, take
+from ..inputs import BLOCK, FP8, PIXEL_MEAN, PIXEL_STD, D, Inputs, take
 from .base import Call, CannotRun
 
 _ELEMENTS = 1 << 28
@@ -35,6 +36,8 @@ class Torch:
             "msa_prefill": lambda: Call(lambda: _chain(inputs)),
             "msa_decode": lambda: Call(lambda: _chain(inputs)),
             "merge_lse": lambda: Call(lambda: _merge(inputs.outs, inputs.lses)),
+            "normalize_patches": lambda: Call(_normalize(inputs.patches, inputs)),
+            "normalize_image_patches": lambda: Call(_normalize(inputs.image_patches, inputs)),
             "write_cache": lambda: Call(lambda: _write(inputs), writes_inputs=True),
         }
         if op not in steps:
@@ -111,6 +114,20 @@ def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     lse = lses.logsumexp(dim=0)
     weights = (lses - lse).exp()
     return (outs * weights[..., None]).sum(dim=0).to(outs.dtype), lse
+
+
+def _normalize(patches: Tensor, inputs: Inputs) -> Callable[[], Tensor]:
+    mean, std = (
+        torch.tensor(x, device=patches.device).mul(255).view(3, 1, 1)
+        for x in (PIXEL_MEAN, PIXEL_STD)
+    )
+
+    def run() -> Tensor:
+        pixels = patches.view(len(patches), 3, -1, 14 * 14)
+        values = ((pixels.float() - mean) / std).to(inputs.dtypes.q)
+        return values.expand(-1, -1, 2, -1).reshape(len(patches), -1)
+
+    return run
 
 
 def _write(inputs: Inputs) -> None:

@@ -9,9 +9,10 @@
 namespace msa {
 
 template <typename T>
-struct IsBoxable : std::bool_constant<std::is_same_v<T, Tensor> || std::is_same_v<T, int64_t> ||
-                                      std::is_same_v<T, double> || std::is_same_v<T, bool> ||
-                                      std::is_same_v<T, std::string>> {};
+struct IsBoxable
+    : std::bool_constant<std::is_same_v<T, Tensor> || std::is_same_v<T, int64_t> ||
+                         std::is_same_v<T, double> || std::is_same_v<T, bool> ||
+                         std::is_same_v<T, std::string> || std::is_same_v<T, ScalarType>> {};
 template <typename T>
 struct IsBoxable<std::optional<T>> : IsBoxable<T> {};
 template <typename T>
@@ -29,8 +30,9 @@ struct IsBoxableFunction<Result(Args...)>
 template <typename Function, Function* function>
 constexpr auto box() {
   static_assert(IsBoxableFunction<Function>::value,
-                "an operator takes and returns Tensor, int64_t, double, bool, std::string, and "
-                "optionals, vectors and tuples of them; nothing else survives the stable ABI");
+                "an operator takes and returns Tensor, int64_t, double, bool, std::string, "
+                "ScalarType, and optionals, vectors and tuples of them; nothing else survives the "
+                "stable ABI");
   return TORCH_BOX(function);
 }
 

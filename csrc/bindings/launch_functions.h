@@ -91,4 +91,11 @@ void launch_merge_lse_out(const Tensor& outs, const Tensor& lses, const Tensor& 
                           const Tensor& lse);
 TwoTensors launch_merge_lse_parts(const std::vector<Tensor>& outs, const std::vector<Tensor>& lses);
 
+Tensor launch_normalize_patches(const Tensor& patches, const std::vector<double>& mean,
+                                const std::vector<double>& stddev, int64_t patch, int64_t temporal,
+                                ScalarType dtype);
+void launch_normalize_patches_out(const Tensor& patches, const std::vector<double>& mean,
+                                  const std::vector<double>& stddev, int64_t patch,
+                                  int64_t temporal, const Tensor& out);
+
 }  // namespace msa

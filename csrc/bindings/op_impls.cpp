@@ -27,6 +27,8 @@ MSA_LIBRARY_IMPL(MSA_DISPATCH_KEY, m) {
   m.impl("merge_lse", MSA_BOX(launch_merge_lse));
   m.impl("merge_lse.out", MSA_BOX(launch_merge_lse_out));
   m.impl("merge_lse.parts", MSA_BOX(launch_merge_lse_parts));
+  m.impl("normalize_patches", MSA_BOX(launch_normalize_patches));
+  m.impl("normalize_patches.out", MSA_BOX(launch_normalize_patches_out));
 }
 
 // Takes no tensors, so no backend key can find it.

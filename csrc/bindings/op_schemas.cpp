@@ -100,6 +100,14 @@ STABLE_TORCH_LIBRARY(msa, m) {
   // The same for parts that do not lie in one tensor: P times [T, H, D] and [T, H].
   m.def("merge_lse.parts(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)");
 
+  // media: uint8 pixels [rows, 3 * frames * patch^2] -> [rows, 3 * temporal * patch^2] of `dtype`.
+  m.def(
+      "normalize_patches(Tensor patches, float[] mean, float[] std, *, int patch=14, "
+      "int temporal=2, ScalarType dtype) -> Tensor");
+  m.def(
+      "normalize_patches.out(Tensor patches, float[] mean, float[] std, *, int patch=14, "
+      "int temporal=2, Tensor(a!) output) -> ()");
+
   // What this build contains, as JSON: build_info speaks for this library, cuda_build_info for the
   // library with the CUDA kernels (which implements it; absent without one).
   m.def("build_info() -> str");

@@ -5,6 +5,7 @@
 
 #include "checks/tensor_checks.h"
 #include "host/errors.h"
+#include "media/normalize_patches_params.h"
 #include "step5_merge/merge_lse_params.h"
 
 namespace msa {
@@ -308,6 +309,54 @@ void check_merge_lse_parts(const TensorInfo* outs, int64_t num_outs, const Tenso
     check_merge_part(check, outs[part], lses[part], "[T, H, D]", {tokens, heads, kHeadDim},
                      "[T, H]", {tokens, heads}, outs[0]);
   }
+}
+
+namespace {
+
+// Written so that NaN is refused too.
+void check_per_channel(const Checker& check, const char* name, const std::vector<double>& values,
+                       double low, double high) {
+  if (values.size() != kChannels) {
+    check.fail(name, concat("a list of ", kChannels, " numbers, one a channel"),
+               concat(values.size(), " numbers"));
+  }
+  for (size_t channel = 0; channel < values.size(); ++channel) {
+    if (!(values[channel] >= low && values[channel] <= high)) {
+      check.fail(concat(name, "[", channel, "]"), concat("from ", low, " to ", high),
+                 concat(values[channel]));
+    }
+  }
+}
+
+}  // namespace
+
+void check_normalize_patches(const TensorInfo& patches, const std::vector<double>& mean,
+                             const std::vector<double>& stddev, int64_t patch, int64_t temporal,
+                             DType dtype, const char* dtype_name, const TensorInfo& out) {
+  const Checker check("normalize_patches");
+  check.in_range("patch", patch, kMinPatch, kMaxPatch);
+  if (patch % 2 != 0) check.fail("patch", "even", std::to_string(patch));
+  check.in_range("temporal", temporal, 1, kMaxTemporal);
+  check_per_channel(check, "mean", mean, 0.0, 1.0);
+  check_per_channel(check, "std", stddev, kMinPixelStd, 1.0);
+  if (dtype != DType::kFloat32 && dtype != DType::kBFloat16) {
+    check.fail(out.defined ? out.name : "dtype", "float32 or bfloat16", dtype_name);
+  }
+
+  check.dtype(patches, {DType::kUInt8});
+  check.shape(patches, "[rows, 3 * frames * patch * patch]", {kAnySize, kAnySize});
+  const int64_t frame = kChannels * patch * patch;
+  const int64_t width = patches.size(1);
+  if (width != frame && width != frame * temporal) {
+    const std::string all = temporal > 1 ? concat(" or ", frame * temporal) : "";
+    check.fail("the second dimension of patches",
+               concat("3 * frames * patch * patch = ", frame, all), std::to_string(width));
+  }
+  check.dense_rows(patches, 4);
+  if (!out.defined) return;
+  check.shape(out, "[rows, 3 * temporal * patch * patch]", {patches.size(0), frame * temporal});
+  check.same_device(out, patches);
+  check.dense_rows(out, 16);
 }
 
 }  // namespace msa

@@ -3,6 +3,8 @@
 // bound them instead, so that a call never synchronises and can be captured in a CUDA graph.
 #pragma once
 
+#include <vector>
+
 #include "host/tensor_info.h"
 
 namespace msa {
@@ -51,5 +53,10 @@ void check_merge_lse(const TensorInfo& outs, const TensorInfo& lses, const Tenso
 // The two lists have `num_outs` and `num_lses` members.
 void check_merge_lse_parts(const TensorInfo* outs, int64_t num_outs, const TensorInfo* lses,
                            int64_t num_lses);
+
+// dtype_name: of `dtype`, the result's, for messages.
+void check_normalize_patches(const TensorInfo& patches, const std::vector<double>& mean,
+                             const std::vector<double>& stddev, int64_t patch, int64_t temporal,
+                             DType dtype, const char* dtype_name, const TensorInfo& out);
 
 }  // namespace msa

@@ -75,6 +75,23 @@ void Checker::aligned_rows(const TensorInfo& tensor) const {
   }
 }
 
+void Checker::dense_rows(const TensorInfo& tensor, int64_t alignment) const {
+  if (tensor.numel() == 0) return;
+  const int64_t width = tensor.size(1);
+  const bool columns = width == 1 || tensor.stride(1) == 1;
+  const bool rows = tensor.size(0) == 1 || tensor.stride(0) == width;
+  if (!columns || !rows) {
+    fail(tensor.name, concat("contiguous, strides [", width, ", 1]"),
+         concat("strides ", shape_text(tensor.strides.data(), tensor.dims)));
+  }
+  const int64_t past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(tensor.data) %
+                                            static_cast<uintptr_t>(alignment));
+  if (past != 0) {
+    fail(concat("the first element of ", tensor.name), concat("aligned to ", alignment, " bytes"),
+         concat("an address ", past, " bytes past a multiple of ", alignment));
+  }
+}
+
 void Checker::no_overlap(const TensorInfo& tensor) const {
   // Each dimension, from the smallest stride up, must step over all that the smaller ones reach.
   std::array<bool, TensorInfo::kMaxDims> seen{};

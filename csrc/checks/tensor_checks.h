@@ -27,6 +27,8 @@ class Checker {
   // Rows of the last axis lie contiguous, every other stride and the first byte are multiples of
   // 16 bytes: what vector loads and the tensor memory accelerator need.
   void aligned_rows(const TensorInfo& tensor) const;
+  // [rows, width] without a gap between rows, its first byte a multiple of `alignment` bytes.
+  void dense_rows(const TensorInfo& tensor, int64_t alignment) const;
   // No two elements of an output share memory (judged by its strides: interleavings that happen not
   // to meet are refused too).
   void no_overlap(const TensorInfo& tensor) const;

@@ -10,7 +10,7 @@ constexpr int kBlock = 128;    // tokens of one block of selection, and slots of
 constexpr int kHeadDim = 128;  // D, head size, and Di, index head size
 constexpr int kMaxTopk = 32;   // largest K
 
-enum class DType : int32_t { kFloat32, kBFloat16, kFloat8E4M3, kInt32, kInt64, kOther };
+enum class DType : int32_t { kFloat32, kBFloat16, kFloat8E4M3, kInt32, kInt64, kUInt8, kOther };
 
 // [rows, heads, kHeadDim], last dimension contiguous: q, k, v, index_q, out. Without heads the head
 // stride is 0.

@@ -1,7 +1,8 @@
 // Every built kernel configuration, once: dispatch walks these lists, instantiations are made from
 // them, error texts and `python -m msa_kernels.info` print them. Adding a configuration is a line.
 //
-//   X(op, arch, dtype, cache dtype)   dtype: of q, index_q, k or the parts; kOther: no such tensor
+//   X(op, arch, dtype, cache dtype)   dtype: of q, index_q, k or the parts, of normalize_patches'
+//                                     result; kOther: no such tensor
 //
 // arch names the folder of the kernel: cpu, sm80 (portable, every GPU from sm_80 on), sm90
 // (Hopper). Of an operator's lines that serve a call, the last one that runs on its GPU is taken.
@@ -30,6 +31,10 @@
   X(merge_lse, sm80, kFloat32, kOther) \
   X(merge_lse, sm80, kBFloat16, kOther)
 
+#define MSA_CUDA_NORMALIZE_PATCHES_CONFIGS(X)  \
+  X(normalize_patches, sm80, kFloat32, kOther) \
+  X(normalize_patches, sm80, kBFloat16, kOther)
+
 #define MSA_CUDA_SPARSE_PREFILL_SM80_CONFIGS(X) \
   X(sparse_prefill, sm80, kBFloat16, kBFloat16) \
   X(sparse_prefill, sm80, kBFloat16, kFloat8E4M3)
@@ -55,7 +60,8 @@
   MSA_CUDA_SPARSE_PREFILL_SM80_CONFIGS(X)         \
   X(sparse_prefill, sm90, kBFloat16, kBFloat16)   \
   X(sparse_prefill, sm90, kBFloat16, kFloat8E4M3) \
-  MSA_CUDA_MERGE_LSE_CONFIGS(X)
+  MSA_CUDA_MERGE_LSE_CONFIGS(X)                   \
+  MSA_CUDA_NORMALIZE_PATCHES_CONFIGS(X)
 
 #define MSA_CPU_ATTEND_CONFIGS(X, op) \
   X(op, cpu, kFloat32, kFloat32)      \
@@ -68,20 +74,22 @@
   X(op, cpu, kBFloat16, kBFloat16)   \
   X(op, cpu, kFloat8E4M3, kFloat8E4M3)
 
-#define MSA_CPU_CONFIGS(X)                  \
-  MSA_CPU_ATTEND_CONFIGS(X, write_cache)    \
-  MSA_CPU_INDEX_CONFIGS(X, index_score)     \
-  X(topk_blocks, cpu, kFloat32, kOther)     \
-  MSA_CPU_INDEX_CONFIGS(X, select_blocks)   \
-  X(kv_block_schedule, cpu, kInt32, kOther) \
-  X(kv_block_schedule, cpu, kInt64, kOther) \
-  X(decode_view, cpu, kInt32, kOther)       \
-  X(decode_view, cpu, kInt64, kOther)       \
-  MSA_CPU_ATTEND_CONFIGS(X, sparse_prefill) \
-  MSA_CPU_ATTEND_CONFIGS(X, sparse_decode)  \
-  MSA_CPU_ATTEND_CONFIGS(X, paged_decode)   \
-  X(merge_lse, cpu, kFloat32, kOther)       \
-  X(merge_lse, cpu, kBFloat16, kOther)
+#define MSA_CPU_CONFIGS(X)                    \
+  MSA_CPU_ATTEND_CONFIGS(X, write_cache)      \
+  MSA_CPU_INDEX_CONFIGS(X, index_score)       \
+  X(topk_blocks, cpu, kFloat32, kOther)       \
+  MSA_CPU_INDEX_CONFIGS(X, select_blocks)     \
+  X(kv_block_schedule, cpu, kInt32, kOther)   \
+  X(kv_block_schedule, cpu, kInt64, kOther)   \
+  X(decode_view, cpu, kInt32, kOther)         \
+  X(decode_view, cpu, kInt64, kOther)         \
+  MSA_CPU_ATTEND_CONFIGS(X, sparse_prefill)   \
+  MSA_CPU_ATTEND_CONFIGS(X, sparse_decode)    \
+  MSA_CPU_ATTEND_CONFIGS(X, paged_decode)     \
+  X(merge_lse, cpu, kFloat32, kOther)         \
+  X(merge_lse, cpu, kBFloat16, kOther)        \
+  X(normalize_patches, cpu, kFloat32, kOther) \
+  X(normalize_patches, cpu, kBFloat16, kOther)
 
 namespace msa {
 

@@ -1,5 +1,5 @@
-// The inner loops of scoring and attention, compiled once for each instruction set and chosen at
-// run time. Whatever rows are passed together, the bits of each depend on that row alone.
+// The inner loops of scoring, attention and normalising, compiled once for each instruction set and
+// chosen at run time. Whatever rows are passed together, the bits of each depend on that row alone.
 #pragma once
 
 #include <cstdint>
@@ -46,6 +46,10 @@ struct SimdKernels {
   void (*add_values)(const float* const weights[kRowGroup], int count, const float* values,
                      int64_t value_stride, const float factors[kRowGroup],
                      float* const sums[kRowGroup]);
+
+  // out[i] = (pixels[i] - mean) / stddev in float32, rounded to `dtype` (float32 or bfloat16).
+  void (*normalize_pixels)(const uint8_t* pixels, int64_t count, float mean, float stddev,
+                           DType dtype, void* out);
 };
 
 const SimdKernels& simd();

@@ -20,18 +20,35 @@ constexpr DTypeEntry kDTypes[] = {
     {ScalarType::Float8_e4m3fn, DType::kFloat8E4M3, "float8_e4m3fn"},
     {ScalarType::Int, DType::kInt32, "int32"},
     {ScalarType::Long, DType::kInt64, "int64"},
+    {ScalarType::Byte, DType::kUInt8, "uint8"},
     {ScalarType::Half, DType::kOther, "float16"},
     {ScalarType::Double, DType::kOther, "float64"},
     {ScalarType::Float8_e5m2, DType::kOther, "float8_e5m2"},
     {ScalarType::Float8_e4m3fnuz, DType::kOther, "float8_e4m3fnuz"},
     {ScalarType::Float8_e5m2fnuz, DType::kOther, "float8_e5m2fnuz"},
-    {ScalarType::Byte, DType::kOther, "uint8"},
     {ScalarType::Char, DType::kOther, "int8"},
     {ScalarType::Short, DType::kOther, "int16"},
     {ScalarType::Bool, DType::kOther, "bool"},
 };
 
+const DTypeEntry* find_entry(ScalarType scalar_type) {
+  for (const DTypeEntry& entry : kDTypes) {
+    if (entry.scalar_type == scalar_type) return &entry;
+  }
+  return nullptr;
+}
+
 }  // namespace
+
+DType dtype_of(ScalarType scalar_type) {
+  const DTypeEntry* const entry = find_entry(scalar_type);
+  return entry ? entry->dtype : DType::kOther;
+}
+
+const char* name_of(ScalarType scalar_type) {
+  const DTypeEntry* const entry = find_entry(scalar_type);
+  return entry ? entry->name : torch::headeronly::toString(scalar_type);
+}
 
 TensorInfo info(const char* name, const Tensor& tensor) {
   TensorInfo result;
@@ -48,13 +65,8 @@ TensorInfo info(const char* name, const Tensor& tensor) {
     result.strides[dim] = strides[dim];
   }
   const ScalarType scalar_type = tensor.scalar_type();
-  result.dtype_name = torch::headeronly::toString(scalar_type);
-  for (const DTypeEntry& entry : kDTypes) {
-    if (entry.scalar_type == scalar_type) {
-      result.dtype = entry.dtype;
-      result.dtype_name = entry.name;
-    }
-  }
+  result.dtype = dtype_of(scalar_type);
+  result.dtype_name = name_of(scalar_type);
   result.element_size = static_cast<int64_t>(tensor.element_size());
   result.on_cpu = tensor.is_cpu();
   result.device_index = result.on_cpu ? -1 : tensor.get_device_index();

@@ -8,6 +8,9 @@
 
 namespace msa {
 
+DType dtype_of(ScalarType scalar_type);
+const char* name_of(ScalarType scalar_type);  // as Python spells it
+
 TensorInfo info(const char* name, const Tensor& tensor);
 TensorInfo info(const char* name, const OptionalTensor& tensor);
 

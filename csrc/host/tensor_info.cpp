@@ -16,6 +16,8 @@ const char* dtype_name(DType dtype) {
       return "int32";
     case DType::kInt64:
       return "int64";
+    case DType::kUInt8:
+      return "uint8";
     case DType::kOther:
       break;
   }

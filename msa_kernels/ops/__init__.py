@@ -1,6 +1,7 @@
 """One thin function per operator, in the order of the flow: a docstring and one call."""
 
 from .attend import paged_decode, sparse_decode, sparse_prefill
+from .media import normalize_patches
 from .merge import merge_lse
 from .remap import KVBlockSchedule, kv_block_schedule
 from .score import index_score
@@ -15,6 +16,7 @@ __all__ = [
     "index_score",
     "kv_block_schedule",
     "merge_lse",
+    "normalize_patches",
     "paged_decode",
     "select_blocks",
     "sparse_decode",

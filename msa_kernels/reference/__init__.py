@@ -6,6 +6,7 @@ it. They read lengths on the host, so they synchronise, and they are slow.
 """
 
 from .attend import paged_decode, sparse_attention, sparse_decode, sparse_prefill
+from .media import normalize_patches
 from .merge import merge_lse
 from .positions import BLOCK, Positions, find_pages, token_positions
 from .remap import counted, kv_block_schedule
@@ -23,6 +24,7 @@ __all__ = [
     "index_score",
     "kv_block_schedule",
     "merge_lse",
+    "normalize_patches",
     "paged_decode",
     "select_blocks",
     "sparse_attention",

@@ -94,6 +94,16 @@ def test_small_steps(shape):
     assert merged.flops == inputs.outs.numel() * 2
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4), ("fp8", 2)])
+def test_pixels(shape, dtype, size):
+    inputs = Inputs(shape, dtype)
+    written = 4 * shape.num_tokens * 1176 * size
+    clip, image = inputs.patches, inputs.image_patches
+    assert clip.shape == (4 * shape.num_tokens, 1176)
+    assert counters.normalize_patches(inputs).bytes == clip.numel() + written
+    assert counters.normalize_patches(inputs, frames=1).bytes == image.numel() + written
+
+
 def test_what_bounds():
     assert counters.Cost(10**12, 0).floor_us(500, 4) == (2000.0, "compute")
     assert counters.Cost(0, 4 * 10**9).floor_us(500, 4) == (1000.0, "memory")

@@ -45,6 +45,24 @@ def test_plain_torch_equals_the_reference(shape, dtype):
     assert not check.written(inputs).ok  # looking wiped it
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["torch", "host"])
+def test_pixels_by_others(name, dtype):
+    inputs = Inputs(PREFILL, dtype)
+    for op, patches in (
+        ("normalize_patches", inputs.patches),
+        ("normalize_image_patches", inputs.image_patches),
+    ):
+        call = peers.load(name).prepare(op, inputs)
+        out = call.answer(call.run())
+        assert call.on_host == (name == "host")
+        assert check.normalized(inputs, patches, out).ok
+        out[0, -1] += 40 * out[0].abs().max()
+        assert not check.normalized(inputs, patches, out).ok
+    with pytest.raises(peers.CannotRun):
+        peers.load("host").prepare("merge_lse", inputs)
+
+
 @pytest.mark.parametrize("shape", [PREFILL, DECODE], ids=["prefill", "decode"])
 def test_dense_attends_to_everything(shape):
     inputs = Inputs(shape)

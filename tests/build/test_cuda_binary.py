@@ -29,6 +29,7 @@ HOT_KERNELS = {
     "msa_kv_block_schedule_scan_sm80_kernel": (PORTABLE, {"SHFL"}),
     "msa_kv_block_schedule_scatter_sm80_kernel": (PORTABLE, set()),
     "msa_merge_lse_sm80_kernel": (PORTABLE, {"LDGSTS.E"}),
+    "msa_normalize_patches_sm80_kernel": (PORTABLE, {"PRMT", "LDS.128"}),
     "msa_sparse_prefill_kv_block_sm90_kernel": (HOPPER, {"HGMMA", "UTMALDG", "USETMAXREG"}),
     "msa_sparse_prefill_sm80_kernel": (PORTABLE, {"HMMA.16816.F32.BF16", "LDSM", "LDGSTS.E"}),
     "msa_sparse_prefill_merge_sm90_kernel": (HOPPER, {"LDG.E.EF.128"}),

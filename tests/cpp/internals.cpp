@@ -7,6 +7,7 @@
 #include "checks/tensor_checks.h"
 #include "configs/built_configs.h"
 #include "host/errors.h"
+#include "media/pixel_affine.h"
 #include "step1_score/score_plan.h"
 #include "step3_remap/kv_block_schedule_params.h"
 #include "step3_remap/prefill_plan.h"
@@ -89,6 +90,16 @@ PYBIND11_MODULE(_internals, module) {
 
   module.def("check_merge_lse", [](const Described& outs, const Described& lses) {
     msa::check_merge_lse(outs.info, lses.info, {}, {});
+  });
+
+  // What the CUDA kernel makes of every byte of a channel.
+  module.def("normalized_bytes", [](double mean, double stddev) {
+    const msa::PixelAffine affine = msa::make_pixel_affine(mean, stddev);
+    std::vector<float> values;
+    for (int x = 0; x < 256; ++x) {
+      values.push_back(msa::normalize_pixel(static_cast<float>(x), affine));
+    }
+    return values;
   });
 
   module.def("built_configs", [] {

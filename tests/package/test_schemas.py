@@ -16,6 +16,8 @@ kv_block_schedule(Tensor ids, Tensor cu_seqlens_q, Tensor seq_lens, int max_bloc
 merge_lse(Tensor outs, Tensor lses) -> (Tensor, Tensor)
 merge_lse.out(Tensor outs, Tensor lses, *, Tensor(a!) output, Tensor(b!) lse) -> ()
 merge_lse.parts(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)
+normalize_patches(Tensor patches, float[] mean, float[] std, *, int patch=14, int temporal=2, ScalarType dtype) -> Tensor
+normalize_patches.out(Tensor patches, float[] mean, float[] std, *, int patch=14, int temporal=2, Tensor(a!) output) -> ()
 paged_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor kv_lens, *, Tensor? cu_seqlens_q=None, float? scale=None, Tensor? k_scale=None, Tensor? v_scale=None, bool return_lse=False, int? max_seqlen_q=None, int? max_seqlen_k=None) -> (Tensor, Tensor)
 paged_decode.out(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor kv_lens, *, Tensor? cu_seqlens_q=None, float? scale=None, Tensor? k_scale=None, Tensor? v_scale=None, int? max_seqlen_q=None, int? max_seqlen_k=None, Tensor(a!) output, Tensor(b!)? lse=None) -> ()
 select_blocks(Tensor index_q, Tensor index_k_cache, Tensor block_table, Tensor cu_seqlens_q, Tensor seq_lens, int topk=16, *, int init_blocks=0, int local_blocks=1, int? max_seqlen_q=None, int? max_seqlen_k=None) -> Tensor
