@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import msa_kernels
+
 from .config import ModelConfig, read_json
 from .weights import load_vision_weights
 
@@ -99,10 +101,8 @@ class VisionTower:
         self.config, self._tower, self._projector = config, tower, projector
         weight = next(tower.parameters())
         self.dtype, self.device = weight.dtype, weight.device
-        # 255 * mean as one float32 number, as in the reference's fused rescale and normalise.
-        shape = (3, 1)
-        self._mean = torch.tensor(config.mean, device=self.device).view(shape) * 255.0
-        self._std = torch.tensor(config.std, device=self.device).view(shape) * 255.0
+        # A geometry or dtype that the operator does not take is refused here, not in a request.
+        self.normalise(torch.empty(0, config.row_width, dtype=torch.uint8, device=self.device))
 
     @classmethod
     def from_folder(
@@ -140,8 +140,15 @@ class VisionTower:
         Returns:
             [rows, row width] of the tower's dtype, worked out in float32.
         """
-        pixels = patches.view(len(patches), 3, -1).float()
-        return ((pixels - self._mean) / self._std).to(self.dtype).view(patches.shape)
+        config = self.config
+        return msa_kernels.normalize_patches(
+            patches.contiguous(),
+            config.mean,
+            config.std,
+            patch=config.patch,
+            temporal=config.temporal,
+            dtype=self.dtype,
+        )
 
     @torch.inference_mode()
     def encode(self, patches: Tensor, grid: tuple[int, int, int]) -> Tensor:

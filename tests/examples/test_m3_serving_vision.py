@@ -78,6 +78,13 @@ def test_the_checkpoints_pixel_statistics_count(copy_of):
     assert channels[:, 0].tolist() == [1.0, 1.5, 1.0]
 
 
+def test_pixel_statistics_that_cannot_be_are_refused_at_the_start(copy_of):
+    folder = copy_of()
+    (folder / "preprocessor_config.json").write_text('{"image_std": [0.5, 0, 1]}')
+    with pytest.raises(ValueError, match=r"std\[1\] must be from 1e-06 to 1, got 0"):
+        VisionTower.from_folder(folder)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
