@@ -5,6 +5,7 @@ info.txt, tests.log, bench.log and bench.jsonl in DIR.
 """
 
 import argparse
+import importlib.util
 import os
 import subprocess
 import sys
@@ -26,6 +27,12 @@ def main() -> int:
     parser.add_argument("--peers", default="torch", help="beside ours, see `python -m bench list`")
     parser.add_argument("--tests", nargs="*", default=["tests"], help="what pytest collects")
     parser.add_argument("--device", default="cuda", help="cpu to try this out without a GPU")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=8,
+        help="processes of pytest, where pytest-xdist is installed",
+    )
     arguments = parser.parse_args()
     out = arguments.out.resolve()  # the steps run in the checkout
     out.mkdir(parents=True, exist_ok=True)
@@ -34,6 +41,8 @@ def main() -> int:
     ignored = [f"--ignore={path}" for path in NOT_HERE]
     # Neither cache of pytest's is of use where nothing is kept.
     pytest = ["pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *ignored, *arguments.tests]
+    if arguments.workers > 1 and importlib.util.find_spec("xdist"):  # most of a test is the CPU's
+        pytest += ["-n", str(arguments.workers)]
     bench = ["bench", "run", "all", "--quick", "--device", arguments.device]
     bench += ["--budget-s", str(arguments.budget_s), "--json", str(out / "bench.jsonl")]
     if arguments.peers:
