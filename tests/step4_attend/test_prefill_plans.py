@@ -6,7 +6,7 @@ import torch
 
 import msa_kernels
 from tests.conftest import no_gpu_reason
-from tests.inputs import BLOCK, D, make_case, same_bits
+from tests.inputs import BLOCK, FP8, D, dtype_name, make_case, same_bits
 from tests.tolerance import LSE_REL, near
 
 pytestmark = pytest.mark.gpu
@@ -116,11 +116,19 @@ def test_more_partial_results_than_the_workspace_holds(share):
 
 @pytest.mark.parametrize(("hq", "hkv"), [(64, 4), (32, 4), (4, 1)])
 @pytest.mark.parametrize("kind", ["all", "holes", "duplicates", "tables"])
-def test_narrow_tables(hq, hkv, kind):
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8], ids=dtype_name)
+def test_narrow_tables(hq, hkv, kind, cache_dtype):
     """No more blocks than a token selects: dense attention, but for what the ids leave out."""
     lengths = [(900, 2048), (13, 13), (0, 100), (1, 1999), (300, 300), (12, 128), (2, 1)]
     case = make_case(
-        lengths, hq=hq, hkv=hkv, max_pages=16, dtype=torch.bfloat16, layout="nhd", device="cuda"
+        lengths,
+        hq=hq,
+        hkv=hkv,
+        max_pages=16,
+        dtype=torch.bfloat16,
+        cache_dtype=cache_dtype,
+        layout="nhd",
+        device="cuda",
     )
     ids = shared_selection(case, 0.0)
     if kind == "holes":
@@ -138,7 +146,7 @@ def test_narrow_tables(hq, hkv, kind):
     out = check(case)
     # The other way to the same: a table that is wider than it needs to be.
     wide = torch.nn.functional.pad(case.block_table, (0, 30), value=-1)
-    other = msa_kernels.sparse_prefill(*case.with_(block_table=wide).attend_args)
+    other = msa_kernels.sparse_prefill(*case.with_(block_table=wide).attend_args, **case.scales)
     torch.testing.assert_close(out, other, **near(out.dtype))
 
 
