@@ -60,6 +60,16 @@ std::string built_configs_text(const char* op) {
   return all.empty() ? "nothing" : all;
 }
 
+void require_built(const char* op, DType dtype, DType cache_dtype) {
+  for (const KernelConfig& config : built_configs()) {
+    if (std::strcmp(config.op, op) == 0 && config.dtype == dtype &&
+        config.cache_dtype == cache_dtype) {
+      return;
+    }
+  }
+  throw_not_built(op, dtype, cache_dtype);
+}
+
 void throw_not_built(const char* op, DType dtype, DType cache_dtype) {
   throw_runtime_error(
       op, concat("no " MSA_BACKEND_NAME " kernel is built for ", config_text(dtype, cache_dtype),

@@ -113,4 +113,7 @@ std::string built_configs_text(const char* op);
 // RuntimeError that says what was asked for, what is built, and the way out.
 [[noreturn]] void throw_not_built(const char* op, DType dtype, DType cache_dtype = DType::kOther);
 
+// throw_not_built() unless a line of the list, of whatever architecture, serves the dtypes.
+void require_built(const char* op, DType dtype, DType cache_dtype);
+
 }  // namespace msa

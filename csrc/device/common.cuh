@@ -16,6 +16,13 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return result;
 }
 
+// A NaN anywhere gives NaN, so that a broken part shows instead of vanishing.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
 __device__ __forceinline__ float scale_of(const ScaleView& scale, int64_t head) {
   return scale.data ? scale.data[head * scale.head_stride] : scale.value;
 }

@@ -9,6 +9,7 @@
 #include <atomic>
 
 #include "device/cuda_errors.h"
+#include "device/persistent_grid.cuh"
 #include "host/exec_context.h"
 
 namespace msa {
@@ -30,29 +31,37 @@ __device__ __forceinline__ void start_next_kernel() {
 #endif
 }
 
+// `overlap`: the kernel may start before the one before it has ended; its code must wait.
 template <typename... Params, typename... Args>
-void launch_dependent(const char* op, const char* name, void (*kernel)(Params...), int64_t grid,
-                      int threads, int shared_bytes, cudaStream_t stream, const Args&... args) {
+void launch_in_stream(const char* op, const char* name, bool overlap, void (*kernel)(Params...),
+                      dim3 grid, int threads, int shared_bytes, cudaStream_t stream,
+                      const Args&... args) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.numAttrs = overlap ? 1 : 0;
   check_cuda(op, cudaLaunchKernelEx(&config, kernel, Params(args)...), name);
 }
 
+template <typename... Params, typename... Args>
+void launch_dependent(const char* op, const char* name, void (*kernel)(Params...), int64_t grid,
+                      int threads, int shared_bytes, cudaStream_t stream, const Args&... args) {
+  launch_in_stream(op, name, true, kernel, dim3(static_cast<unsigned>(grid)), threads, shared_bytes,
+                   stream, args...);
+}
+
 // Whether the code of `kernel` that the device runs was compiled for sm_90 or later, so that its
-// waits are there: PTX of sm_80 has none, wherever it runs. Also raises the kernel's shared-memory
-// limit. Asked of CUDA once a kernel and device.
+// waits are there: PTX of sm_80 has none, wherever it runs. Asked of CUDA once a kernel and device.
 template <auto kernel>
-bool may_overlap(const ExecContext& context, int shared_bytes) {
-  static std::array<std::atomic<int>, 64> known{};
-  const bool cached = context.device >= 0 && context.device < static_cast<int>(known.size());
+bool may_overlap(const ExecContext& context) {
+  static std::array<std::atomic<int>, kMaxDevices> known{};
+  const bool cached = context.device >= 0 && context.device < kMaxDevices;
   if (cached) {
     if (const int version = known[context.device].load(std::memory_order_relaxed)) {
       return version >= 90;
@@ -60,10 +69,6 @@ bool may_overlap(const ExecContext& context, int shared_bytes) {
   }
   cudaFuncAttributes attributes{};
   check_cuda(context.op, cudaFuncGetAttributes(&attributes, kernel), "reading a kernel's version");
-  check_cuda(
-      context.op,
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-      "raising the shared-memory limit");
   if (cached) known[context.device].store(attributes.ptxVersion);
   return attributes.ptxVersion >= 90;
 }
@@ -72,17 +77,9 @@ bool may_overlap(const ExecContext& context, int shared_bytes) {
 template <auto kernel, typename... Args>
 void launch_portable(const ExecContext& context, const char* name, dim3 grid, int threads,
                      int shared_bytes, const Args&... args) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = static_cast<cudaStream_t>(context.stream);
-  config.attrs = &attribute;
-  config.numAttrs = may_overlap<kernel>(context, shared_bytes) ? 1 : 0;
-  check_cuda(context.op, cudaLaunchKernelEx(&config, kernel, args...), name);
+  raise_shared_memory_limit<kernel>(context.op, context.device, shared_bytes);
+  launch_in_stream(context.op, name, may_overlap<kernel>(context), kernel, grid, threads,
+                   shared_bytes, static_cast<cudaStream_t>(context.stream), args...);
 }
 
 }  // namespace msa

@@ -12,14 +12,23 @@ namespace msa {
 
 constexpr int kMaxDevices = 64;
 
-// Lets `kernel` have `bytes` of dynamic shared memory on the current device, and as many CTAs on an
-// SM as its shared memory holds. Of one kernel `bytes` is always the same.
+// Lets `kernel` have `bytes` of dynamic shared memory on the current device; asked of CUDA once. Of
+// one kernel `bytes` is always the same: the most that it ever needs.
 template <auto kernel>
-void allow_shared_memory(const char* op, int device, int bytes) {
+void raise_shared_memory_limit(const char* op, int device, int bytes) {
   static std::array<std::atomic<bool>, kMaxDevices> done{};
   if (device >= 0 && device < kMaxDevices && done[device].load(std::memory_order_relaxed)) return;
   check_cuda(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
              "raising the shared-memory limit");
+  if (device >= 0 && device < kMaxDevices) done[device].store(true);
+}
+
+// The same, and as many CTAs on an SM as its shared memory holds.
+template <auto kernel>
+void allow_shared_memory(const char* op, int device, int bytes) {
+  static std::array<std::atomic<bool>, kMaxDevices> done{};
+  if (device >= 0 && device < kMaxDevices && done[device].load(std::memory_order_relaxed)) return;
+  raise_shared_memory_limit<kernel>(op, device, bytes);
   check_cuda(op,
              cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                   cudaSharedmemCarveoutMaxShared),
@@ -37,9 +46,7 @@ int resident_ctas(const char* op, int device, int threads, int shared_bytes) {
     if (const int ctas = known[device].load(std::memory_order_relaxed)) return ctas;
   }
   int sms = 0, ctas_per_sm = 0;
-  check_cuda(
-      op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-      "raising the shared-memory limit");
+  raise_shared_memory_limit<kernel>(op, device, shared_bytes);
   check_cuda(op, cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device),
              "reading the number of SMs");
   check_cuda(

@@ -53,6 +53,15 @@ VISION_CONFIG = {
 }
 
 
+def poisoned(engine: Engine) -> Engine:
+    """Fills its cache with NaN: what was not written must not reach an answer."""
+    for cache in engine.caches:
+        for pool in (cache.k, cache.v, cache.index_k):
+            if pool is not None:
+                pool.fill_(float("nan"))
+    return engine
+
+
 @pytest.fixture(scope="package", autouse=True)
 def one_thread():
     """Matrices this small lose by threads, most of all where others want the cores too."""
@@ -131,12 +140,7 @@ def media_engine(media_checkpoint: Path):
     first = Engine.from_folder(media_checkpoint, vision=True, cache_tokens=128)
 
     def make(**options) -> Engine:
-        engine = Engine(first.model, **({"tower": first.tower} | options))
-        for cache in engine.caches:
-            for pool in (cache.k, cache.v, cache.index_k):
-                if pool is not None:
-                    pool.fill_(float("nan"))
-        return engine
+        return poisoned(Engine(first.model, **({"tower": first.tower} | options)))
 
     return make
 
@@ -162,12 +166,7 @@ def make_engine(model: Model):
     """An engine whose cache is full of NaN: what was not written must not reach an answer."""
 
     def make(**options) -> Engine:
-        engine = Engine(model, **options)
-        for cache in engine.caches:
-            for pool in (cache.k, cache.v, cache.index_k):
-                if pool is not None:
-                    pool.fill_(float("nan"))
-        return engine
+        return poisoned(Engine(model, **options))
 
     return make
 

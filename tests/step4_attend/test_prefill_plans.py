@@ -29,8 +29,7 @@ def shared_selection(case, share: float, seed: int = 0):
         :, :tokens
     ]
     alone = torch.rand(heads, tokens, blocks, **kw)
-    common = torch.rand(heads, tokens, 1, **kw) < 2  # all tokens draw from both
-    score = torch.where(common, together + (1 - share) * 4 * alone, alone)
+    score = together + (1 - share) * 4 * alone
     block = torch.arange(blocks, device=case.q.device)
     score = score.masked_fill(block >= visible[:, None], -1.0)
     score = score.masked_fill(block == visible[:, None] - 1, 100.0)  # the own block

@@ -107,12 +107,7 @@ bool index_score::run_scores(const ScoreWork& work, int64_t max_seqlen_q,
 }
 
 void run_index_score(const IndexScoreParams& params, const ExecContext& context) {
-  bool built = false;
-#define MSA_BUILT(op, arch, config_dtype, cache_dtype) \
-  built |= params.index_q.dtype == DType::config_dtype;
-  MSA_CUDA_INDEX_CONFIGS(MSA_BUILT, index_score)
-#undef MSA_BUILT
-  if (!built) throw_not_built(context.op, params.index_q.dtype, params.index_k_cache.dtype);
+  require_built(context.op, params.index_q.dtype, params.index_k_cache.dtype);
 
   const index_score::sm80::FillParams fill{params.scores, params.batch};
   launch_portable<index_score::sm80::msa_index_score_fill_sm80_kernel>(

@@ -16,18 +16,13 @@
 #include <cuda_runtime.h>
 
 #include "common/views.h"
+#include "device/common.cuh"
 #include "device/shared_memory.cuh"
 
 namespace msa::index_score::sm80 {
 
 constexpr int kSteps = kHeadDim / 16;  // k steps of a product
 constexpr int kChunkBytes = 16;
-
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
 
 // What a chunk of 16 bytes gives: kSteps pairs of registers, for k steps one after the other.
 template <DType dtype>

@@ -43,7 +43,6 @@ namespace msa::index_score::sm90 {
 using sm80::end_of_token;
 using sm80::find_page;
 using sm80::find_piece;
-using sm80::max_or_nan;
 using sm80::ScoreCursor;
 using sm80::token_of_row;
 

@@ -38,12 +38,7 @@ int64_t select_blocks_workspace_bytes(const SelectBlocksParams& params) {
 }
 
 void run_select_blocks(const SelectBlocksParams& params, const ExecContext& context) {
-  bool built = false;
-#define MSA_BUILT(op, arch, config_dtype, cache_dtype) \
-  built |= params.index_q.dtype == DType::config_dtype;
-  MSA_CUDA_INDEX_CONFIGS(MSA_BUILT, select_blocks)
-#undef MSA_BUILT
-  if (!built) throw_not_built(context.op, params.index_q.dtype, params.index_k_cache.dtype);
+  require_built(context.op, params.index_q.dtype, params.index_k_cache.dtype);
 
   const Window window = window_of(params);
   const int64_t heads = params.ids.num_heads, num_tokens = params.batch.num_tokens;

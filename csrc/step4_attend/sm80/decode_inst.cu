@@ -66,9 +66,7 @@ template <bool kSparse>
 void run(const Plan& plan, const ExecContext& context) {
   const DType q = plan.params.attend.q.dtype, cache = plan.params.attend.k_cache.dtype;
   const bool fp8 = cache == DType::kFloat8E4M3;
-  if (q != DType::kBFloat16 || !(fp8 || cache == DType::kBFloat16)) {
-    throw_not_built(context.op, q, cache);
-  }
+  require_built(context.op, q, cache);
   if (plan.way == Way::kCluster) return run_decode_cluster(plan.params, context, kSparse);
   if (plan.way == Way::kPairs) return run_decode_pairs(plan.params, context);
   if (fp8) return launch<__nv_fp8_e4m3, kSparse>(plan.params, context);

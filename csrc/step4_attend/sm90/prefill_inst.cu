@@ -140,9 +140,9 @@ split::SplitParams split_params(const SparseAttendParams& params, const PrefillP
 void plan_short_call(const SparseAttendParams& params, const PrefillPlan& plan,
                      const ExecContext& context) {
   constexpr auto kernel = split::msa_split_selection_short_sm90_kernel;
-  // The largest it ever asks for; the launch takes what this call needs.
-  resident_ctas<kernel>(context.op, context.device, split::kShortThreads,
-                        split::short_shared_bytes(kShortEntries, kShortRows));
+  // The launch takes what this call needs of it.
+  raise_shared_memory_limit<kernel>(context.op, context.device,
+                                    split::short_shared_bytes(kShortEntries, kShortRows));
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = static_cast<unsigned>(params.num_kv_heads);
@@ -181,8 +181,8 @@ void plan_call(const SparseAttendParams& params, const Workspace& work,
   const auto shared_bytes = static_cast<int>(
       split::split_shared_bytes(plan.sizes.chunk_tiles, plan.sizes.tile_places,
                                 plan.sizes.tile_tokens * params.ids.topk, plan.chunk_rows));
-  resident_ctas<split::msa_split_selection_sm90_kernel>(context.op, context.device, split::kThreads,
-                                                        kSplitSharedLimit);
+  raise_shared_memory_limit<split::msa_split_selection_sm90_kernel>(context.op, context.device,
+                                                                    kSplitSharedLimit);
   split::msa_split_selection_sm90_kernel<<<static_cast<unsigned>(params.num_kv_heads *
                                                                  plan.sizes.chunks),
                                            split::kThreads, shared_bytes, stream>>>(

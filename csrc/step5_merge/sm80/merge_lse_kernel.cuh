@@ -41,13 +41,6 @@ constexpr int kSharedBytes = kWarps * kStages * kEntries * 32 * 16;
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
 
-// A NaN anywhere gives NaN, so that a broken part shows instead of vanishing.
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
-
 template <typename T>
 __device__ __forceinline__ T* shuffle_pointer(T* pointer, int entry) {
   return reinterpret_cast<T*>(
