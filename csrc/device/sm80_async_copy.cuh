@@ -5,6 +5,14 @@
 
 namespace msa {
 
+// 4 or 8 bytes; both addresses are multiples of that.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(uint32_t shared_address, const void* global_address) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address),
+               "l"(global_address), "n"(kBytes)
+               : "memory");
+}
+
 // 16 bytes, past L1. Both addresses are multiples of 16.
 __device__ __forceinline__ void copy_async_16(uint32_t shared_address, const void* global_address) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address),

@@ -33,7 +33,8 @@ constexpr int kMaxChunkEntries = 3072;
 constexpr int kShortEntries = 8192;  // of a head, T * K
 constexpr int kShortTokens = 1024;
 constexpr int kShortRows = 12288;  // of a head, B * max_pages
-constexpr int kShortHeads = 8;     // CTAs of a portable cluster
+constexpr int kShortRequests = 1024;
+constexpr int kShortHeads = 8;  // CTAs of a portable cluster
 // Query-major tiles of all heads from which they pay: fewer leave most of a large GPU idle, each
 // walking its blocks alone. docs/kernels/sparse_prefill.md
 constexpr int64_t kMinQueryTiles = 88;
@@ -95,7 +96,7 @@ inline PrefillSizes prefill_sizes(int64_t num_tokens, int64_t num_kv_heads, int6
   }
   sizes.short_call = !sizes.query_major && sizes.rounds == 1 && num_tokens <= kShortTokens &&
                      num_tokens * topk <= kShortEntries && num_kv_heads <= kShortHeads &&
-                     num_rows / num_kv_heads <= kShortRows;
+                     num_requests <= kShortRequests && num_rows / num_kv_heads <= kShortRows;
   sizes.max_queries_per_item =
       std::clamp(all_slots / kItemsInFlight, kMinQueriesPerItem, kMaxQueriesPerItem);
   sizes.max_items = max_work_items(num_rows * sizes.rounds, all_slots, sizes.max_queries_per_item);
@@ -116,6 +117,16 @@ struct Pair {
   int32_t slot;
 };
 
+// A block and KV head, and the pairs that a CTA attends to it: all that copying and masking need,
+// so that nothing is looked up between an item and its copies. Two 16-byte loads.
+struct alignas(16) WorkItem {
+  int32_t page, head, begin, end;  // pairs [begin, end)
+  int32_t first_valid;  // keys of the block that token 0 of the call would see: token t sees t more
+  int32_t written;      // tokens of the request from the block's first on
+  int32_t masked;       // some of the request's new tokens do not see all of the block
+  int32_t unused;
+};
+
 struct PrefillPlan {
   PrefillSizes sizes;
   int64_t num_tokens;     // T
@@ -134,7 +145,7 @@ struct PrefillPlan {
   uint32_t* chunk_base;     // [Hkv * chunks][chunk_rows]: the row's pairs of other chunks before
   int32_t* next_slot;       // [1], cleared with the counters
   Pair* pairs;              // [Hkv * T * K], by round and row
-  int32_t* work_items;      // [max_items, 3]: row, begin, end
+  WorkItem* work_items;     // [max_items]
   int32_t* round_items;     // [rounds + 1]: first work item of each round
 };
 

@@ -92,6 +92,26 @@ def test_around_the_sizes_where_the_plan_changes(tokens, share):
     check(case.with_(ids=shared_selection(case, share)))
 
 
+@pytest.mark.parametrize("hkv", [1, 2, 4, 8])
+@pytest.mark.parametrize("share", [0.0, 0.9])
+@pytest.mark.parametrize("wide_ids", [False, True])
+def test_few_tokens_of_several_requests(hkv, share, wide_ids):
+    """A short plan: a CTA a KV head, whose work items follow each other."""
+    lengths = [(90, 4000), (0, 500), (1, 300), (17, 17), (50, 9000), (3, 130)]
+    case = make_case(lengths, hq=8 * hkv, hkv=hkv, dtype=torch.bfloat16, device="cuda")
+    ids = shared_selection(case, share)
+    out = check(case.with_(ids=ids.long() if wide_ids else ids))
+    assert same_bits(out, check(case.with_(ids=ids)))
+
+
+@pytest.mark.parametrize("requests", [1023, 1024, 1025])
+def test_many_requests_of_few_tokens(requests):
+    """Around the most that a short plan takes; all but the last have no token."""
+    lengths = [(0, 3)] * (requests - 1) + [(200, 900)]
+    case = make_case(lengths, hq=8, hkv=1, topk=5, dtype=torch.bfloat16, device="cuda")
+    check(case.with_(ids=shared_selection(case, 0.5)))
+
+
 @pytest.mark.parametrize("tokens", [300, 1200])
 @pytest.mark.parametrize("columns", [4000, 8192, 12289])
 def test_wide_tables(tokens, columns):

@@ -27,6 +27,9 @@ __device__ __forceinline__ void cluster_store(uint32_t address, float4 value) {
                "f"(value.y), "f"(value.z), "f"(value.w)
                : "memory");
 }
+__device__ __forceinline__ void cluster_store(uint32_t address, uint32_t value) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
 __device__ __forceinline__ void cluster_store(uint32_t address, float2 value) {
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x),
                "f"(value.y)

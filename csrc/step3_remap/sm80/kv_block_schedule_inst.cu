@@ -53,11 +53,16 @@ void run_kv_block_schedule(const KVBlockScheduleParams& params, const ExecContex
     sm80::msa_kv_block_schedule_count_sm80_kernel<<<grid, sm80::kThreads, shared_bytes, stream>>>(
         params, scratch.counters, scratch.ranks);
   }
-  sm80::msa_kv_block_schedule_scan_sm80_kernel<<<
-      static_cast<unsigned>(sm80::scan_ctas(scratch.num_rows)), sm80::kScanThreads, 0, stream>>>(
-      {scratch.num_rows, static_cast<uint32_t>(params.max_queries_per_item), params.row_ptr,
-       params.work_items, params.num_work_items, 0, nullptr},
-      scratch.counters);
+  sm80::msa_kv_block_schedule_scan_sm80_kernel<sm80::RowItems>
+      <<<static_cast<unsigned>(sm80::scan_ctas(scratch.num_rows)), sm80::kScanThreads, 0, stream>>>(
+          {scratch.num_rows,
+           static_cast<uint32_t>(params.max_queries_per_item),
+           params.row_ptr,
+           {params.work_items},
+           params.num_work_items,
+           0,
+           nullptr},
+          scratch.counters);
   if (grid > 0) {
     sm80::msa_kv_block_schedule_scatter_sm80_kernel<<<grid, sm80::kThreads, 0, stream>>>(
         params, scratch.counters, scratch.ranks);

@@ -213,20 +213,36 @@ __device__ __forceinline__ Sums sum_of_earlier(Sums* chain, int32_t cta, Sums ow
   return earlier;
 }
 
+// The operator's work items: row, begin, end.
+struct RowItems {
+  int32_t* fields;  // [.., 3]
+
+  using Item = int32_t;
+  __device__ __forceinline__ Item of_row(uint32_t row) const { return static_cast<int32_t>(row); }
+  __device__ __forceinline__ void write(int64_t index, Item row, int32_t begin, int32_t end) const {
+    fields[3 * index] = row;
+    fields[3 * index + 1] = begin;
+    fields[3 * index + 2] = end;
+  }
+};
+
+// What a scan makes of the counters. `Items` says what a work item is.
+template <typename Items>
 struct ScanParams {
   int64_t num_rows;
   uint32_t max_queries_per_item;
-  int32_t* row_ptr;         // [num_rows + 1], or null
-  int32_t* work_items;      // [.., 3]
+  int32_t* row_ptr;  // [num_rows + 1], or null
+  Items items;
   int32_t* num_work_items;  // [1], or null
-  // Rows in equal ranges, whose first work items are wanted too (row fields then count from the
-  // range's first row): range_items [num_rows / range_rows + 1]. range_rows 0: none.
+  // Rows in equal ranges, whose first work items are wanted too (items then are of a row counted
+  // from the range's first): range_items [num_rows / range_rows + 1]. range_rows 0: none.
   uint32_t range_rows;
   int32_t* range_items;
 };
 
+template <typename Items>
 static __global__ void __launch_bounds__(kScanThreads)
-    msa_kv_block_schedule_scan_sm80_kernel(const __grid_constant__ ScanParams params,
+    msa_kv_block_schedule_scan_sm80_kernel(const __grid_constant__ ScanParams<Items> params,
                                            const Workspace workspace) {
   start_next_kernel();
   wait_for_previous_kernel();
@@ -237,6 +253,9 @@ static __global__ void __launch_bounds__(kScanThreads)
   const auto num_rows = static_cast<uint32_t>(params.num_rows);
   const uint32_t cta = shared_ticket, row = cta * kScanThreads + threadIdx.x;
   const uint32_t count = row < num_rows ? workspace.counters[row] : 0;
+  const uint32_t range_row = params.range_rows ? row % params.range_rows : row;
+  typename Items::Item item{};
+  if (row < num_rows) item = params.items.of_row(range_row);
   const Sums mine = sums_of_row(count, params.max_queries_per_item);
   Sums total;
   Sums before = scan_threads(mine, total);
@@ -259,20 +278,17 @@ static __global__ void __launch_bounds__(kScanThreads)
 
   const auto begin = static_cast<int32_t>(before & kFieldMask);
   const auto first_item = static_cast<int32_t>(before >> kItemShift);
-  uint32_t row_field = row;
   if (params.row_ptr) params.row_ptr[row] = begin;
-  if (params.range_rows) {
-    row_field = row % params.range_rows;
-    if (row_field == 0) params.range_items[row / params.range_rows] = first_item;
+  if (params.range_rows && range_row == 0) {
+    params.range_items[row / params.range_rows] = first_item;
   }
   workspace.counters[row] = begin;
-  int32_t* item = params.work_items + 3 * static_cast<int64_t>(first_item);
   const uint32_t items = row_items(count, params.max_queries_per_item);
 #pragma unroll 1
-  for (uint32_t part = 0; part < items; ++part, item += 3) {
-    item[0] = static_cast<int32_t>(row_field);
-    item[1] = begin + static_cast<int32_t>(item_begin(count, items, part));
-    item[2] = begin + static_cast<int32_t>(item_begin(count, items, part + 1));
+  for (uint32_t part = 0; part < items; ++part) {
+    params.items.write(first_item + static_cast<int64_t>(part), item,
+                       begin + static_cast<int32_t>(item_begin(count, items, part)),
+                       begin + static_cast<int32_t>(item_begin(count, items, part + 1)));
   }
 }
 

@@ -2,153 +2,266 @@
 // and the whole plan is one launch without memory to clear.
 //
 // Grid      one cluster, a CTA a KV head.
-// Shared    histogram  [B * max_pages] pairs of each row, then the row's first pair
-//           places     row and rank of each entry
-//           positions, masks of entries that count, a token each
-// Steps     1 positions   2 entries into the histogram: their rows and ranks
-//           3 sum over the CTA's rows, then over the cluster's CTAs by distributed shared memory
-//           4 work items and row begins   5 every entry to its row
-// Slots are fixed: K a (head, token).
+// Shared    begins, lengths  of the requests
+//           tokens     rows and visible blocks of each token, mask of its entries that count
+//           entries    id of each entry, then its row and rank in place of it
+//           pages      of each row, B * max_pages
+//           histogram  pairs of each row, then the row's first pair
+//           sorted     token and entry of each pair
+// Steps     1 all that is read, at once, into shared memory   2 the tokens' positions
+//           3 entries into the histogram: their rows and ranks   4 prefix sum over the CTA's rows;
+//           its items to the other CTAs' shared memory   5 every entry to its row; meanwhile the
+//           CTAs' sums arrive   6 pairs and work items to memory, neighbours by neighbours: 3000
+//           scattered stores took 6 us
+// Slots are fixed, K a (head, token), and so is where the pairs of a head begin. Memory is waited
+// for once, and the loops are not unrolled: fetching the code is a part of the time.
 #pragma once
 
-#include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
+#include "device/common.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/positions.cuh"
+#include "device/shared_memory.cuh"
+#include "device/sm80_async_copy.cuh"
+#include "device/sm90/cluster.cuh"
 #include "step3_remap/prefill_plan.h"
-#include "step3_remap/sm80/kv_block_schedule_kernel.cuh"
+#include "step3_remap/sm80/block_item.cuh"
 #include "step3_remap/sm90/split_selection_kernel.cuh"
+#include "step3_remap/work_plan.h"
 
 namespace msa::split_selection::sm90 {
 
-using kv_block_schedule::sm80::kFieldMask;
-using kv_block_schedule::sm80::kItemShift;
-using kv_block_schedule::sm80::Sums;
-using kv_block_schedule::sm80::sums_of_row;
+using namespace msa::sm90;
 
 constexpr int kShortThreads = 1024;
 constexpr int kRankBits = 14;
 constexpr uint32_t kNowhere = 0xffffffffu;
-static_assert(kShortTokens <= kShortThreads, "a thread looks up a token");
+// Pairs and items of a head in one sum.
+constexpr int kShortItemShift = 16;
+constexpr uint32_t kShortPairMask = (1u << kShortItemShift) - 1;
+static_assert(kShortTokens <= kShortThreads, "a thread has a token");
 static_assert(kShortEntries <= 1 << kRankBits && kShortRows < 1 << 18, "row and rank fit a word");
+static_assert(kShortEntries <= kShortPairMask, "pairs and items, no more than entries, fit a word");
 
-struct ShortState {
-  TokenPosition positions[kShortTokens];
-  uint32_t mask[kShortTokens];
-  Sums warp_sums[kShortThreads / 32];
-  Sums total;
-  // uint32_t places[entries] of a head, histogram[rows] follow
+struct ShortToken {
+  int32_t first_row;  // of its request
+  int32_t visible;    // blocks that it may see
 };
 
-inline int short_shared_bytes(int64_t head_entries, int64_t head_rows) {
-  return static_cast<int>(sizeof(ShortState) + (head_entries + head_rows) * sizeof(uint32_t));
+struct alignas(8) ShortState {  // entries of 64 bits may follow
+  ShortToken tokens[kShortTokens];
+  uint32_t mask[kShortTokens];
+  int32_t begins[kShortRequests + 1], lengths[kShortRequests];
+  uint32_t warp_sums[kShortThreads / 32];
+  uint32_t totals[kShortHeads];  // pairs and items, written by the head's CTA
+  // entries [T * K] of ids' type, int32_t pages[rows], uint32_t histogram[rows + 1],
+  // uint32_t sorted[T * K] follow
+};
+
+inline int short_shared_bytes(int64_t head_entries, int64_t id_bytes, int64_t head_rows) {
+  return static_cast<int>(int64_t{sizeof(ShortState)} + head_entries * id_bytes +
+                          (2 * head_rows + 1 + head_entries) * 4);
+}
+
+// Ids, pages, and where requests begin and end, into shared memory; by all threads, which wait.
+__device__ __forceinline__ void load_short(const SplitParams& params, ShortState& state, int head,
+                                           uint32_t entries, int rows, uint8_t* ids,
+                                           int32_t* pages) {
+  const IdsView& view = params.ids;
+  const BatchView& batch = params.batch;
+  const auto topk = static_cast<uint32_t>(view.topk);
+  const bool wide = view.dtype == DType::kInt64;
+#pragma unroll 1
+  for (uint32_t entry = threadIdx.x; entry < entries; entry += kShortThreads) {
+    const int64_t offset = head * view.head_stride + entry / topk * view.token_stride +
+                           entry % topk * view.slot_stride;
+    if (wide) {
+      copy_async<8>(shared_address(ids + entry * 8),
+                    static_cast<const int64_t*>(view.data) + offset);
+    } else {
+      copy_async<4>(shared_address(ids + entry * 4),
+                    static_cast<const int32_t*>(view.data) + offset);
+    }
+  }
+  const auto max_pages = static_cast<uint32_t>(batch.max_pages);
+#pragma unroll 1
+  for (uint32_t row = threadIdx.x; row < rows; row += kShortThreads) {
+    copy_async<4>(shared_address(pages + row), batch.block_table +
+                                                   row / max_pages * batch.table_row_stride +
+                                                   row % max_pages * batch.table_col_stride);
+  }
+  const auto num_requests = static_cast<int>(batch.num_requests);
+  for (int i = threadIdx.x; i <= num_requests; i += kShortThreads) {
+    copy_async<4>(shared_address(state.begins + i),
+                  batch.cu_seqlens_q + i * batch.cu_seqlens_stride);
+    if (i == num_requests) break;
+    copy_async<4>(shared_address(state.lengths + i), batch.seq_lens + i * batch.seq_lens_stride);
+  }
+  commit_async_copies();
+  wait_async_copies<0>();
 }
 
 __global__ void __launch_bounds__(kShortThreads)
     msa_split_selection_short_sm90_kernel(const __grid_constant__ SplitParams params) {
-  namespace cg = cooperative_groups;
   extern __shared__ __align__(16) uint8_t shared_memory[];
   ShortState& state = *reinterpret_cast<ShortState*>(shared_memory);
   start_next_kernel();
+  cluster_arrive();  // once all CTAs run, they may write to each other
   const PrefillPlan& plan = params.plan;
+  const BatchView& batch = params.batch;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const int head = blockIdx.x, num_tokens = static_cast<int>(plan.num_tokens);
+  const int head = blockIdx.x, heads = gridDim.x;
+  const int num_tokens = static_cast<int>(plan.num_tokens);
   const auto topk = static_cast<uint32_t>(params.ids.topk);
   const uint32_t entries = num_tokens * topk;
-  const int rows = static_cast<int>(params.batch.num_requests * params.batch.max_pages);
-  // Row and rank of each entry; all ones: it counts nothing.
-  auto* const places = reinterpret_cast<uint32_t*>(shared_memory + sizeof(ShortState));
-  uint32_t* const histogram = places + entries;
+  const int rows = static_cast<int>(batch.num_requests * batch.max_pages);
+  const bool wide = params.ids.dtype == DType::kInt64;
+  auto* const ids = shared_memory + sizeof(ShortState);
+  auto* const pages = reinterpret_cast<int32_t*>(ids + entries * (wide ? 8 : 4));
+  auto* const histogram = reinterpret_cast<uint32_t*>(pages + rows);
+  uint32_t* const sorted = histogram + rows + 1;
+  // Row and rank of an entry; all ones: it counts nothing.
+  const auto place_of = [&](uint32_t entry) -> uint32_t& {
+    return *reinterpret_cast<uint32_t*>(ids + entry * (wide ? 8 : 4));
+  };
+  load_short(params, state, head, entries, rows, ids, pages);
 #pragma unroll 1
   for (int i = thread; i < rows; i += kShortThreads) histogram[i] = 0;
+  __syncthreads();
+
   if (thread < num_tokens) {
-    state.positions[thread] = find_position(params.batch, thread);
+    const auto num_requests = static_cast<int>(batch.num_requests);
+    ShortToken token{0, 0};
+    if (thread < state.begins[num_requests]) {
+      int low = 0, high = num_requests;  // begins[low] <= thread < begins[high]
+      while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (state.begins[middle] <= thread) {
+          low = middle;
+        } else {
+          high = middle;
+        }
+      }
+      const int32_t pos = state.lengths[low] - (state.begins[low + 1] - thread);
+      token = {low * static_cast<int32_t>(batch.max_pages), visible_blocks(batch, pos)};
+    }
+    state.tokens[thread] = token;
     state.mask[thread] = 0;
   }
   __syncthreads();
 
 #pragma unroll 1
-  for (uint32_t entry = thread; entry < entries; entry += kShortThreads) {
+  for (uint32_t entry = thread; entry - lane < entries; entry += kShortThreads) {
     const uint32_t token = entry / topk, k = entry % topk;
-    const TokenPosition position = state.positions[token];
-    const int32_t block =
-        selected_block(params.ids, params.batch, params.num_pages, position, head, token, k);
-    places[entry] = kNowhere;
-    if (block < 0) continue;
-    const uint32_t row = position.request * static_cast<uint32_t>(params.batch.max_pages) + block;
-    places[entry] = row << kRankBits | atomicAdd(histogram + row, 1);
-    atomicOr(&state.mask[token], 1u << k);
+    uint32_t place = kNowhere;
+    if (entry < entries) {
+      const ShortToken seen = state.tokens[token];
+      const int64_t id = wide ? reinterpret_cast<const int64_t*>(ids)[entry]
+                              : reinterpret_cast<const int32_t*>(ids)[entry];
+      if (static_cast<int>(k) < seen.visible && id >= 0 && id < seen.visible) {
+        const uint32_t row = seen.first_row + static_cast<uint32_t>(id);
+        if (pages[row] >= 0 && pages[row] < params.num_pages) {
+          place = row << kRankBits | atomicAdd(histogram + row, 1);
+        }
+      }
+      place_of(entry) = place;
+    }
+    // The warp's entries of a token are lanes in a row.
+    const uint32_t counting = __ballot_sync(kAllLanes, place != kNowhere);
+    if (entry < entries && (lane == 0 || k == 0)) {
+      atomicOr(&state.mask[token], counting >> lane << k & (2u << (topk - 1)) - 1);
+    }
   }
   __syncthreads();
 
   // Rows of a thread are neighbours, so that a plain prefix sum keeps their order.
   const auto max_queries = static_cast<uint32_t>(plan.sizes.max_queries_per_item);
   const int thread_rows = (rows + kShortThreads - 1) / kShortThreads;
-  const int first_row = thread * thread_rows, end_row = min(first_row + thread_rows, rows);
-  Sums mine = 0;
+  const int first_row = min(thread * thread_rows, rows),
+            end_row = min(first_row + thread_rows, rows);
+  uint32_t mine = 0;
 #pragma unroll 1
   for (int i = first_row; i < end_row; ++i) {
-    mine += sums_of_row(histogram[i], max_queries);
+    mine += row_items(histogram[i], max_queries) << kShortItemShift | histogram[i];
   }
-  Sums inclusive = mine;
+  uint32_t before = mine;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
-    const Sums other = __shfl_up_sync(0xffffffffu, inclusive, distance);
-    if (lane >= distance) inclusive += other;
+    const uint32_t other = __shfl_up_sync(kAllLanes, before, distance);
+    if (lane >= distance) before += other;
   }
-  if (lane == 31) state.warp_sums[warp] = inclusive;
+  if (lane == 31) state.warp_sums[warp] = before;
   __syncthreads();
-  Sums before = 0, total = 0;
-#pragma unroll 4
-  for (int w = 0; w < kShortThreads / 32; ++w) {
-    if (w < warp) before += state.warp_sums[w];
-    total += state.warp_sums[w];
+  const uint32_t warp_sum = state.warp_sums[lane];
+  before += __reduce_add_sync(kAllLanes, lane < warp ? warp_sum : 0) - mine;
+  cluster_wait();
+  if (warp == 0) {
+    const uint32_t total = __reduce_add_sync(kAllLanes, warp_sum);
+    if (lane == 0) histogram[rows] = total & kShortPairMask;
+    if (lane < heads) {
+      cluster_store(cluster_address(shared_address(state.totals + head), lane), total);
+    }
   }
-  if (thread == 0) state.total = total;
-  const cg::cluster_group cluster = cg::this_cluster();
-  cluster.sync();
-  for (int other = 0; other < head; ++other) {
-    before += *cluster.map_shared_rank(&state.total, other);
-  }
-  cluster.sync();  // no CTA may end while another reads its sum
-  before += inclusive - mine;
-
+  const uint32_t first_item = before >> kShortItemShift;
+  uint32_t begin = before & kShortPairMask;
 #pragma unroll 1
   for (int i = first_row; i < end_row; ++i) {
     const uint32_t count = histogram[i];
-    if (count == 0) continue;
-    const auto begin = static_cast<int32_t>(before & kFieldMask);
-    int32_t* item = plan.work_items + 3 * static_cast<int64_t>(before >> kItemShift);
     histogram[i] = begin;
-    const uint32_t items = row_items(count, max_queries);
-#pragma unroll 1
-    for (uint32_t part = 0; part < items; ++part, item += 3) {
-      item[0] = head * rows + i;
-      item[1] = begin + static_cast<int32_t>(item_begin(count, items, part));
-      item[2] = begin + static_cast<int32_t>(item_begin(count, items, part + 1));
-    }
-    before += sums_of_row(count, max_queries);
+    begin += count;
   }
-  if (head + 1 == gridDim.x && thread + 1 == kShortThreads) {  // `before` is all of them by now
-    plan.round_items[0] = 0;
-    plan.round_items[1] = static_cast<int32_t>(before >> kItemShift);
-  }
-  if (thread < num_tokens) {
-    const int unit = head * num_tokens + thread;
-    plan.leftovers[unit] = __popc(state.mask[thread]);
-    plan.first_slot[unit] = unit * topk;
-  }
+  cluster_arrive();
   __syncthreads();
 
 #pragma unroll 1
   for (uint32_t entry = thread; entry < entries; entry += kShortThreads) {
-    if (places[entry] == kNowhere) continue;
-    const uint32_t token = entry / topk, k = entry % topk;
-    const auto slot = static_cast<int32_t>((head * num_tokens + token) * topk) +
-                      __popc(state.mask[token] & ((1u << k) - 1));
-    const uint32_t rank = places[entry] & ((1u << kRankBits) - 1);
-    plan.pairs[histogram[places[entry] >> kRankBits] + rank] = {static_cast<int32_t>(token), slot};
+    const uint32_t place = place_of(entry);
+    if (place == kNowhere) continue;
+    const uint32_t pair = histogram[place >> kRankBits] + (place & ((1u << kRankBits) - 1));
+    sorted[pair] = entry;
+  }
+  __syncthreads();
+  const int32_t first_unit = head * num_tokens;
+  const auto first_pair = static_cast<int32_t>(first_unit * topk);
+#pragma unroll 1
+  for (uint32_t pair = thread; pair < histogram[rows]; pair += kShortThreads) {
+    const uint32_t token = sorted[pair] / topk, k = sorted[pair] % topk;
+    plan.pairs[first_pair + pair] = {static_cast<int32_t>(token),
+                                     static_cast<int32_t>(first_pair + token * topk) +
+                                         __popc(state.mask[token] & ((1u << k) - 1))};
+  }
+  if (thread < num_tokens) {
+    const int32_t unit = first_unit + thread;
+    plan.leftovers[unit] = __popc(state.mask[thread]);
+    plan.first_slot[unit] = unit * static_cast<int32_t>(topk);
+  }
+  cluster_wait();
+
+  const uint32_t others = lane < head ? state.totals[lane] >> kShortItemShift : 0;
+  uint32_t item = __reduce_add_sync(kAllLanes, others);  // of earlier heads
+  if (head + 1 == heads && thread == 0) {
+    plan.round_items[0] = 0;
+    plan.round_items[1] = static_cast<int32_t>(item + (state.totals[head] >> kShortItemShift));
+  }
+  item += first_item;
+#pragma unroll 1
+  for (int i = first_row; i < end_row; ++i) {
+    const uint32_t count = histogram[i + 1] - histogram[i];
+    if (count == 0) continue;
+    const uint32_t items = row_items(count, max_queries);
+    const uint32_t share = count / items, rest = count - share * items;  // as item_begin() has it
+    const int request = i / static_cast<int>(batch.max_pages);
+    WorkItem fields =
+        block_item(head, i - request * static_cast<int>(batch.max_pages), pages[i],
+                   state.begins[request], state.begins[request + 1], state.lengths[request]);
+    fields.end = first_pair + static_cast<int32_t>(histogram[i]);
+#pragma unroll 1
+    for (uint32_t part = 0; part < items; ++part, ++item) {
+      fields.begin = fields.end;
+      fields.end += static_cast<int32_t>(share + (part < rest));
+      store_item(plan.work_items, item, fields);
+    }
   }
 }
 

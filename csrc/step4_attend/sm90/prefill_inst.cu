@@ -10,6 +10,7 @@
 #include "device/cuda_errors.h"
 #include "device/dependent_launch.cuh"
 #include "device/persistent_grid.cuh"
+#include "step3_remap/sm80/block_item.cuh"
 #include "step3_remap/sm80/kv_block_schedule_kernel.cuh"
 #include "step3_remap/sm90/split_narrow_kernel.cuh"
 #include "step3_remap/sm90/split_selection_kernel.cuh"
@@ -78,7 +79,7 @@ Workspace cut_workspace(const SparseAttendParams& params) {
   take(plan.leftovers, heads * plan.num_tokens);
   take(plan.first_slot, heads * plan.num_tokens);
   take(plan.pairs, all_slots);
-  take(plan.work_items, sizes.max_items * 3);
+  take(plan.work_items, sizes.max_items);
   work.counters_begin = offset;
   take(plan.round_items, sizes.rounds + 1);  // cleared, for calls without any row
   work.counters_end = offset;
@@ -142,7 +143,7 @@ void plan_short_call(const SparseAttendParams& params, const PrefillPlan& plan,
   constexpr auto kernel = split::msa_split_selection_short_sm90_kernel;
   // The launch takes what this call needs of it.
   raise_shared_memory_limit<kernel>(context.op, context.device,
-                                    split::short_shared_bytes(kShortEntries, kShortRows));
+                                    split::short_shared_bytes(kShortEntries, 8, kShortRows));
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = static_cast<unsigned>(params.num_kv_heads);
@@ -151,7 +152,8 @@ void plan_short_call(const SparseAttendParams& params, const PrefillPlan& plan,
   config.gridDim = dim3(static_cast<unsigned>(params.num_kv_heads));
   config.blockDim = dim3(split::kShortThreads);
   config.dynamicSmemBytes = static_cast<size_t>(split::short_shared_bytes(
-      plan.num_tokens * params.ids.topk, params.batch.num_requests * params.batch.max_pages));
+      plan.num_tokens * params.ids.topk, params.ids.dtype == DType::kInt64 ? 8 : 4,
+      params.batch.num_requests * params.batch.max_pages));
   config.stream = static_cast<cudaStream_t>(context.stream);
   config.attrs = &cluster;
   config.numAttrs = 1;
@@ -189,13 +191,18 @@ void plan_call(const SparseAttendParams& params, const Workspace& work,
       split_params(params, plan), work.counters.counters);
   check_cuda(context.op, cudaGetLastError(), "launching the split of the selection");
   const int64_t rows = plan.num_rows * plan.sizes.rounds;
-  launch_dependent(context.op, "launching the scan of the remap",
-                   remap::msa_kv_block_schedule_scan_sm80_kernel, remap::scan_ctas(rows),
-                   remap::kScanThreads, 0, stream,
-                   remap::ScanParams{rows, static_cast<uint32_t>(plan.sizes.max_queries_per_item),
-                                     nullptr, plan.work_items, nullptr,
-                                     static_cast<uint32_t>(plan.num_rows), plan.round_items},
-                   work.counters);
+  launch_dependent(
+      context.op, "launching the scan of the remap",
+      remap::msa_kv_block_schedule_scan_sm80_kernel<BlockItems>, remap::scan_ctas(rows),
+      remap::kScanThreads, 0, stream,
+      remap::ScanParams<BlockItems>{rows,
+                                    static_cast<uint32_t>(plan.sizes.max_queries_per_item),
+                                    nullptr,
+                                    {params.batch, plan.work_items},
+                                    nullptr,
+                                    static_cast<uint32_t>(plan.num_rows),
+                                    plan.round_items},
+      work.counters);
   launch_dependent(context.op, "launching the scatter of the remap",
                    split::msa_split_selection_scatter_sm90_kernel,
                    params.num_kv_heads * plan.sizes.chunks * split::kScatterParts,
@@ -235,9 +242,16 @@ void run(const SparseAttendParams& params, const ExecContext& context) {
 
   for (int32_t round = 0; round < plan.sizes.rounds; ++round) {
     if (!plan.sizes.narrow) {
-      const prefill::KVBlockParams attend{params.batch, params.v_cache,  work.partials,
-                                          plan.pairs,   plan.work_items, plan.round_items + round,
-                                          scale_log2,   log_group,       params.k_scale};
+      const prefill::KVBlockParams attend{params.v_cache,
+                                          work.partials,
+                                          plan.pairs,
+                                          plan.work_items,
+                                          plan.round_items + round,
+                                          static_cast<int32_t>(plan.sizes.max_items),
+                                          round,
+                                          scale_log2,
+                                          log_group,
+                                          params.k_scale};
       launch_dependent(context.op, "launching the KV-block-major kernel", kv_block_kernel, kv_ctas,
                        prefill::kThreads, kSharedBytes, stream, attend, q_map, k_map, v_map);
     }

@@ -11,7 +11,8 @@
 // clang-format off
 // Grid      persistent, one CTA an SM; CTA i takes work items i, i + gridDim, ...
 // Roles     role            warps   registers  does
-//           consumer 0..2   0-11    152        tiles w, w + 3, ... of an item: 64 / G tokens each
+//           consumer 0..2   0-11    152        every third tile, 64 / G tokens each: the tiles of
+//                                              the CTA's items, one after another, by turns
 //           K/V producer    12      56         one box a K block, one a V block
 //           q producers     13-15   56         warp 13 + w gathers tiles of consumer w, a box a token
 // Shared    name      layout                                              bytes
@@ -21,18 +22,23 @@
 // Barriers  name      arrivals                   who arrives            who waits
 //           k_full    1 + bytes of a block       K/V producer           consumers
 //           v_full    1 + bytes of a block       K/V producer           consumers
-//           kv_empty  12 = 3 consumers * 4 warps each consumer warp     K/V producer
+//           k_empty   12 = 3 consumers * 4 warps each consumer warp     K/V producer
+//           v_empty                              the same for V
 //           q_full    1 + bytes of the tokens    q producer w           consumer w
 //           q_empty   4 = warps of consumer w    each of its warps      q producer w
 //           named 1   384                        all consumers, in masked blocks
+//           named 2   128                        all producers, once: the first tiles' copies go
+//                                                before the second item's
 //           A consumer waits for every k_full and v_full in turn, also of items that leave it no
 //           tile: a parity wait tolerates a lag of one phase.
-// Timeline  consumer: wait K, V, q | S = Q K^T | q_empty | softmax | O = P V | store | next tile
-//           the three consumers are out of step: one's softmax runs under another's products
+// Timeline  consumer: wait K, q | S = Q K^T | q_empty, k_empty | softmax | wait V | O = P V | v_empty
+//           | store | next tile; k_empty and v_empty after its last tile of the item
+//           the three consumers are out of step, in two items at a time: one's softmax runs under
+//           another's products
 // FP8       the K/V producer brings the pages into their own blocks (prefill_fp8_page.cuh), and
 //           each of the four producers converts a quarter of both: k_landed and v_landed (1 + bytes
 //           of a page) say that a page is there, k_full and v_full (4) that it is a block. Weights
-//           are float16, as V is, and V is waited for after the softmax.
+//           are float16, as V is.
 // Unseen    of K: masked columns are replaced before use. Of V: 0 * NaN is NaN, so in blocks that
 //           some token sees in part only, rows at or past the request's length, and NaN and Inf,
 //           become 0 before the block's first use, by the consumers (FP8: the producers); NaN and
@@ -52,41 +58,53 @@
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/tma.cuh"
 #include "device/sm90/wgmma.cuh"
+#include "step3_remap/sm80/block_item.cuh"
 #include "step4_attend/sm90/prefill_fp8_page.cuh"
 #include "step4_attend/sm90/prefill_kv_block_tile.h"
 
 namespace msa::sparse_prefill::sm90 {
 
-struct WorkItem {
-  int32_t head, request, block, begin, end;
-};
-
-__device__ __forceinline__ WorkItem load_item(const KVBlockParams& params, int32_t index) {
-  const int32_t* fields = params.work_items + 3 * static_cast<int64_t>(index);
-  const uint32_t row = fields[0];
-  const uint32_t max_blocks = static_cast<uint32_t>(params.batch.max_pages);
-  const uint32_t num_requests = static_cast<uint32_t>(params.batch.num_requests);
-  const uint32_t head_request = row / max_blocks;
-  return {static_cast<int32_t>(head_request / num_requests),
-          static_cast<int32_t>(head_request % num_requests), static_cast<int32_t>(row % max_blocks),
-          fields[1], fields[2]};
-}
-
-// Calls visit(i, count) for the CTA's items, of which lane i of the warp has loaded the i-th: a
-// batch's look-ups, a chain of dependent loads each, are under way together.
+// Calls load(item) with the CTA's items, the i-th in lane i of the warp (an item of zeroes where
+// there are no more), then visit(i, count) for each; whole warps. A batch's loads are under way
+// together.
 template <typename Load, typename Visit>
 __device__ __forceinline__ void for_items(const KVBlockParams& params, const Load& load,
                                           const Visit& visit) {
-  const int lane = threadIdx.x % 32;
+  const auto grid = static_cast<int32_t>(gridDim.x);
+  const int32_t lane = threadIdx.x % 32;
+  // Those of the first round begin with 0, so that they are read beside the range.
+  int32_t first = (params.round == 0 ? 0 : params.item_range[0]) + static_cast<int32_t>(blockIdx.x);
   const int32_t end_item = params.item_range[1];
-  for (int32_t first = params.item_range[0] + blockIdx.x; first < end_item;
-       first += 32 * gridDim.x) {
-    const int32_t left = (end_item - first + gridDim.x - 1) / gridDim.x;
-    const int32_t count = min(32, left);
-    if (lane < count) load(load_item(params, first + lane * gridDim.x));
+  while (true) {
+    const int32_t index = first + lane * grid;
+    WorkItem item{};
+    if (index < params.max_items) item = load_item(params.work_items, index);
+    if (first >= end_item) return;
+    const int32_t count = min(32, (end_item - first + grid - 1) / grid);
+    if (lane >= count) item = {};  // what was read there is no item
+    load(item);
     __syncwarp();
     for (int32_t i = 0; i < count; ++i) visit(i, count);
+    first += 32 * grid;
   }
+}
+
+__device__ __forceinline__ uint32_t count_tiles(const KVBlockParams& params, const WorkItem& item) {
+  const int log_tile_tokens = 6 - params.log_group;
+  return static_cast<uint32_t>(item.end - item.begin + (1 << log_tile_tokens) - 1) >>
+         log_tile_tokens;
+}
+
+// The tiles of a CTA's items, one after another, go to the consumers by turns. Of an item that
+// comes after `before` tiles, consumer c has tiles first_tile(c, before), first_tile() + 3, ...
+__device__ __forceinline__ uint32_t first_tile(uint32_t consumer, uint32_t before) {
+  return (consumer + (kConsumers - 1) * before) % kConsumers;  // (c - before) mod 3
+}
+
+// The place of the item whose K and V are at `ring`. Twice as many places as stages: who is in the
+// middle of an item may still read it when K of the next but one is on its way.
+__device__ __forceinline__ int item_place(const RingPosition<kKVStages>& ring) {
+  return ring.stage + kKVStages * static_cast<int>(ring.phase);
 }
 
 using Fp8Storage = SharedStorage<DType::kFloat8E4M3>;
@@ -111,7 +129,7 @@ __device__ __forceinline__ void convert_item(Fp8Storage& shared, RingPosition<kK
   __syncwarp();
   if (first_lane) barrier_arrive(&shared.k_full[stage]);
   barrier_wait(&shared.conversion.v_landed[stage], ring.phase);
-  const ItemInfo& item = shared.items[stage];
+  const ItemInfo& item = shared.items[item_place(ring)];
   const int32_t written = item.written - producer * kRows;
   static_assert(kRows == 32, "a word of `wild` is a producer's");
   convert_page<Converted::kFloat16, kRows / 8>(v + kPageBytes / 2, v, item.masked, written,
@@ -128,15 +146,16 @@ __device__ __forceinline__ void copy_fp8_pages(const CUtensorMap* k_map, const C
                                                const RingPosition<kKVStages>& ring,
                                                const ItemInfo& item, float scale_log2) {
   const int stage = ring.stage;
-  barrier_wait(&shared.kv_empty[stage], ring.phase ^ 1);
-  shared.items[stage] = item;
-  shared.conversion.scale_log2[stage] = scale_log2;
-  for (uint32_t& rows : shared.wild[stage]) rows = 0;
   const auto copy = [&](const CUtensorMap* map, uint8_t* block, uint64_t* landed) {
     barrier_arrive_expect(landed, kFp8PageBytes);
     copy_box(block + kPageBytes / 2, map, landed, 0, 0, 0, item.head, item.page);
   };
+  barrier_wait(&shared.k_empty[stage], ring.phase ^ 1);
+  shared.items[item_place(ring)] = item;
+  shared.conversion.scale_log2[stage] = scale_log2;
   copy(k_map, shared.k[stage], &shared.conversion.k_landed[stage]);
+  barrier_wait(&shared.v_empty[stage], ring.phase ^ 1);
+  for (uint32_t& rows : shared.wild[stage]) rows = 0;
   copy(v_map, shared.v[stage], &shared.conversion.v_landed[stage]);
 }
 
@@ -145,48 +164,49 @@ __device__ __forceinline__ void produce_kv(const KVBlockParams& params, const CU
                                            const CUtensorMap* v_map,
                                            SharedStorage<kCache>& shared) {
   const int lane = threadIdx.x % 32;
-  const int log_tile_tokens = 6 - params.log_group;
   RingPosition<kKVStages> ring;
-  int32_t head = 0, page = 0, tiles = 0, written = 0, masked = 0;
+  ItemInfo mine{};
   float scale_log2 = 0.0f;  // FP8
+  bool started = false;
   // A block is read once, or by neighbours at a time: the partial results are what to keep.
   const uint64_t policy = evict_first_policy();
   for_items(
       params,
       [&](const WorkItem& item) {
-        head = item.head;
-        page = page_of(params.batch, item.request, item.block);
-        tiles = (item.end - item.begin + (1 << log_tile_tokens) - 1) >> log_tile_tokens;
-        written = seq_len_of(params.batch, item.request) - item.block * kBlock;
-        const int32_t new_tokens = first_token_of(params.batch, item.request + 1) -
-                                   first_token_of(params.batch, item.request);
-        masked = written - new_tokens < kBlock - 1;  // the first of them stands before its end
+        mine = {static_cast<int32_t>(count_tiles(params, item)), item.written, item.page, item.head,
+                item.masked != 0};
         if constexpr (kIsFp8<kCache>) {
           scale_log2 = params.scale_log2 * scale_of(params.k_scale, item.head);
         }
       },
       [&](int32_t i, int32_t) {
-        const int32_t item_head = __shfl_sync(kAllLanes, head, i);
-        const int32_t item_page = __shfl_sync(kAllLanes, page, i);
-        const ItemInfo info{__shfl_sync(kAllLanes, tiles, i), __shfl_sync(kAllLanes, written, i),
-                            item_page, item_head, __shfl_sync(kAllLanes, masked, i) != 0};
+        const ItemInfo info{
+            __shfl_sync(kAllLanes, mine.tiles, i), __shfl_sync(kAllLanes, mine.written, i),
+            __shfl_sync(kAllLanes, mine.page, i), __shfl_sync(kAllLanes, mine.head, i),
+            __shfl_sync(kAllLanes, mine.masked, i) != 0};
         if constexpr (kIsFp8<kCache>) {
           const float item_scale = __shfl_sync(kAllLanes, scale_log2, i);
           if (lane == 0) copy_fp8_pages(k_map, v_map, shared, ring, info, item_scale);
           __syncwarp();
           convert_item(shared, ring, 0);
           return;
-        } else if (lane == 0) {
-          barrier_wait(&shared.kv_empty[ring.stage], ring.phase ^ 1);
-          shared.items[ring.stage] = info;
-          for (uint32_t& rows : shared.wild[ring.stage]) rows = 0;
-          barrier_arrive_expect(&shared.k_full[ring.stage], kPageBytes);
-          copy_box(shared.k[ring.stage], k_map, &shared.k_full[ring.stage], 0, 0, 0, item_head,
-                   item_page, policy);
-          barrier_arrive_expect(&shared.v_full[ring.stage], kPageBytes);
-          copy_box(shared.v[ring.stage], v_map, &shared.v_full[ring.stage], 0, 0, 0, item_head,
-                   item_page, policy);
         }
+        if (lane == 0) {
+          barrier_wait(&shared.k_empty[ring.stage], ring.phase ^ 1);
+          shared.items[item_place(ring)] = info;
+          barrier_arrive_expect(&shared.k_full[ring.stage], kPageBytes);
+          copy_box(shared.k[ring.stage], k_map, &shared.k_full[ring.stage], 0, 0, 0, info.head,
+                   info.page, policy);
+        }
+        if (lane == 0) {
+          barrier_wait(&shared.v_empty[ring.stage], ring.phase ^ 1);
+          for (uint32_t& rows : shared.wild[ring.stage]) rows = 0;
+          barrier_arrive_expect(&shared.v_full[ring.stage], kPageBytes);
+          copy_box(shared.v[ring.stage], v_map, &shared.v_full[ring.stage], 0, 0, 0, info.head,
+                   info.page, policy);
+        }
+        if (!started) named_barrier(kFirstTilesBarrier, kProducers * 32);
+        started = true;
         ring.advance();
       });
 }
@@ -201,7 +221,15 @@ __device__ __forceinline__ void produce_q(const KVBlockParams& params, const CUt
   RingPosition<kQStagesPerConsumer> ring;
   RingPosition<kKVStages> kv;  // FP8
   int32_t head = 0, begin = 0, end = 0, first_valid = 0;
+  uint32_t earlier_tiles = 0;
+  bool started = false;
   Pair next{};  // of the lane, in the tile after the current one
+  // Of the first item, the first tiles come before the second item's K and V: the copies of an SM
+  // are served in order. Once, whether this consumer has a tile or not.
+  const auto let_items_follow = [&] {
+    if (!kIsFp8<kCache> && !started) named_barrier(kFirstTilesBarrier, kProducers * 32);
+    started = true;
+  };
   const auto load_pair = [&](int32_t first, int32_t item_end) {
     if (first + lane < item_end) next = params.pairs[first + lane];
   };
@@ -209,11 +237,18 @@ __device__ __forceinline__ void produce_q(const KVBlockParams& params, const CUt
       params,
       [&](const WorkItem& item) {
         head = item.head;
-        begin = item.begin + consumer * tile_tokens;
+        first_valid = item.first_valid;
         end = item.end;
-        // valid = pos - block * 128 + 1, and pos = seq_len - (end of the request's tokens - token)
-        first_valid = seq_len_of(params.batch, item.request) -
-                      first_token_of(params.batch, item.request + 1) - item.block * kBlock + 1;
+        const uint32_t tiles = count_tiles(params, item);
+        uint32_t before = tiles;
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+          const uint32_t other = __shfl_up_sync(kAllLanes, before, distance);
+          if (lane >= distance) before += other;
+        }
+        before += earlier_tiles - tiles;
+        begin = item.begin + static_cast<int32_t>(first_tile(consumer, before)) * tile_tokens;
+        earlier_tiles = __shfl_sync(kAllLanes, before + tiles, 31) % kConsumers;
       },
       [&](int32_t i, int32_t count) {
         const int32_t item_head = __shfl_sync(kAllLanes, head, i);
@@ -257,6 +292,7 @@ __device__ __forceinline__ void produce_q(const KVBlockParams& params, const CUt
             }
           }
           ring.advance();
+          let_items_follow();
         };
         int32_t first = item_begin;
         if constexpr (kIsFp8<kCache>) {  // a tile first, rather than wait for the pages
@@ -267,6 +303,7 @@ __device__ __forceinline__ void produce_q(const KVBlockParams& params, const CUt
           convert_item(shared, kv, 1 + consumer);
         }
         for (; first < item_end; first += kConsumers * tile_tokens) gather(first);
+        let_items_follow();
       });
 }
 
@@ -478,19 +515,21 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
 
   RingPosition<kKVStages> kv;
   RingPosition<kQStagesPerConsumer> ring;
+  uint32_t first = consumer;  // first_tile() of the item
   const int32_t end_item = params.item_range[1];
   for (int32_t index = params.item_range[0] + blockIdx.x; index < end_item; index += gridDim.x) {
     barrier_wait(&shared.k_full[kv.stage], kv.phase);
-    if constexpr (!kIsFp8<kCache>) barrier_wait(&shared.v_full[kv.stage], kv.phase);
-    const ItemInfo item = shared.items[kv.stage];
+    const ItemInfo item = shared.items[item_place(kv)];
     float scale_log2 = params.scale_log2;
-    if constexpr (kIsFp8<kCache>) {  // V is converted, and cleaned, under the first products
+    if constexpr (kIsFp8<kCache>) {  // V is cleaned where it is converted
       scale_log2 = shared.conversion.scale_log2[kv.stage];
     } else if (item.masked) {
+      barrier_wait(&shared.v_full[kv.stage], kv.phase);
       clean_values(shared.v[kv.stage], item.written, shared.wild[kv.stage]);
     }
 
-    for (int32_t tile = consumer; tile < item.tiles; tile += kConsumers) {
+    for (int32_t tile = first; tile < item.tiles; tile += kConsumers) {
+      const bool releases = lane == 0 && tile + kConsumers >= item.tiles;
       const int stage = first_stage + ring.stage;
       barrier_wait(&shared.q_full[stage], ring.phase);
       Row rows[2];
@@ -503,12 +542,13 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
       Accumulator s;
       multiply_q_k(q_base, ring.stage * kQTileBytes, k_base, kv.stage * kPageBytes, s);
       if (lane == 0) barrier_arrive(&shared.q_empty[stage]);
+      if (releases) barrier_arrive(&shared.k_empty[kv.stage]);
       ring.advance();
 
       uint32_t p[32];
       float maximum[2], sum[2];
       softmax<kCache>(s, rows, scale_log2, p, maximum, sum);
-      if constexpr (kIsFp8<kCache>) barrier_wait(&shared.v_full[kv.stage], kv.phase);
+      barrier_wait(&shared.v_full[kv.stage], kv.phase);
 
       Accumulator o;
       multiply_p_v<kCache>(p, v_base, kv.stage * kPageBytes, o, false);
@@ -518,10 +558,15 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
                                 o);
         __syncwarp();
       }
+      if (releases) barrier_arrive(&shared.v_empty[kv.stage]);
       store_partial(params, rows, o, maximum, sum);
     }
-    if constexpr (kIsFp8<kCache>) barrier_wait(&shared.v_full[kv.stage], kv.phase);
-    if (lane == 0) barrier_arrive(&shared.kv_empty[kv.stage]);
+    if (static_cast<int32_t>(first) >= item.tiles) {  // no tile, but every phase
+      if (lane == 0) barrier_arrive(&shared.k_empty[kv.stage]);
+      barrier_wait(&shared.v_full[kv.stage], kv.phase);
+      if (lane == 0) barrier_arrive(&shared.v_empty[kv.stage]);
+    }
+    first = first_tile(first, item.tiles);
     kv.advance();
   }
 }
@@ -541,7 +586,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int stage = 0; stage < kKVStages; ++stage) {
       barrier_init(&shared.k_full[stage], kKVFullArrivals<kCache>);
       barrier_init(&shared.v_full[stage], kKVFullArrivals<kCache>);
-      barrier_init(&shared.kv_empty[stage], kKVEmptyArrivals);
+      barrier_init(&shared.k_empty[stage], kKVEmptyArrivals);
+      barrier_init(&shared.v_empty[stage], kKVEmptyArrivals);
     }
     for (int stage = 0; stage < kQStages; ++stage) {
       barrier_init(&shared.q_full[stage], 1);

@@ -30,7 +30,7 @@ static_assert((kConsumers * kConsumerRegisters + kProducerRegisters) * 128 <= 65
 constexpr int kPageBytes = kBlock * kHeadDim * 2;  // one K or V block in shared memory, 16 bits
 constexpr int kQTileBytes = kTileRows * kHeadDim * 2;
 
-// What a consumer needs to know of an item; written by the K/V producer with the item's stage.
+// What a consumer needs to know of an item; written by the K/V producer before it copies K.
 struct ItemInfo {
   int32_t tiles;    // of all consumers
   int32_t written;  // tokens of the request from the block's first on
@@ -56,11 +56,12 @@ struct SharedStorage {
   alignas(1024) uint8_t q[kQStages][kQTileBytes];  // [8 row groups][2 halves of d][8 rows][64 d]
   int32_t slots[kQStages][kTileRows];              // of each token of a tile, -1: none
   uint8_t valid[kQStages][kTileRows];  // keys of the block that the token may see, 1 to 128
-  ItemInfo items[kKVStages];
+  ItemInfo items[2 * kKVStages];
   uint32_t wild[kKVStages][kBlock / 32];  // rows of V with NaN or Inf, of masked blocks
   uint64_t k_full[kKVStages];
   uint64_t v_full[kKVStages];
-  uint64_t kv_empty[kKVStages];
+  uint64_t k_empty[kKVStages];
+  uint64_t v_empty[kKVStages];
   uint64_t q_full[kQStages];
   uint64_t q_empty[kQStages];
   ConversionStorage<kCache> conversion;
@@ -70,7 +71,8 @@ constexpr int kSharedBytes = sizeof(SharedStorage<kCache>);
 static_assert(kSharedBytes<DType::kBFloat16> <= 227 * 1024, "shared memory of one CTA");
 static_assert(kSharedBytes<DType::kFloat8E4M3> <= 227 * 1024, "shared memory of one CTA");
 
-constexpr int kProducers = 4;  // warps
+constexpr int kProducers = 4;          // warps
+constexpr int kFirstTilesBarrier = 2;  // named, of the producers
 template <DType kCache>
 constexpr int kKVFullArrivals = kIsFp8<kCache> ? kProducers : 1;  // each converts a part
 constexpr int kKVEmptyArrivals = kConsumers * 4;                  // one a consumer warp
@@ -87,15 +89,16 @@ struct Partials {
 };
 
 struct KVBlockParams {
-  BatchView batch;
   PagedView v_cache;
   Partials partials;
   const Pair* pairs;
-  const int32_t* work_items;
+  const WorkItem* work_items;
   const int32_t* item_range;  // [2]: the work items of this round
-  float scale_log2;           // scale * log2(e)
-  int32_t log_group;          // log2(G)
-  ScaleView k_scale;          // of FP8 caches
+  int32_t max_items;          // in memory
+  int32_t round;
+  float scale_log2;   // scale * log2(e)
+  int32_t log_group;  // log2(G)
+  ScaleView k_scale;  // of FP8 caches
 };
 
 }  // namespace msa::sparse_prefill::sm90
