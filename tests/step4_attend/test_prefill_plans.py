@@ -93,12 +93,14 @@ def test_around_the_sizes_where_the_plan_changes(tokens, share):
 
 
 @pytest.mark.parametrize("hkv", [1, 2, 4, 8])
+@pytest.mark.parametrize("group", [2, 8, 16])
 @pytest.mark.parametrize("share", [0.0, 0.9])
 @pytest.mark.parametrize("wide_ids", [False, True])
-def test_few_tokens_of_several_requests(hkv, share, wide_ids):
-    """A short plan: a CTA a KV head, whose work items follow each other."""
+def test_few_tokens_of_several_requests(hkv, group, share, wide_ids):
+    """A short plan: a CTA a KV head; work items of all heads by the tiles they have, which are of
+    64 / group tokens."""
     lengths = [(90, 4000), (0, 500), (1, 300), (17, 17), (50, 9000), (3, 130)]
-    case = make_case(lengths, hq=8 * hkv, hkv=hkv, dtype=torch.bfloat16, device="cuda")
+    case = make_case(lengths, hq=group * hkv, hkv=hkv, dtype=torch.bfloat16, device="cuda")
     ids = shared_selection(case, share)
     out = check(case.with_(ids=ids.long() if wide_ids else ids))
     assert same_bits(out, check(case.with_(ids=ids)))

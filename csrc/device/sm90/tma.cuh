@@ -72,6 +72,13 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   return policy;
 }
 
+// The L2 cache gives up these lines after others.
+__device__ __forceinline__ uint64_t evict_last_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 __device__ __forceinline__ void copy_box(void* shared, const CUtensorMap* map, uint64_t* barrier,
                                          int c0, int c1, int c2, int c3, int c4, uint64_t policy) {
   asm volatile(

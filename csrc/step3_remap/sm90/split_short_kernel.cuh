@@ -10,11 +10,13 @@
 //           sorted     token and entry of each pair
 // Steps     1 all that is read, at once, into shared memory   2 the tokens' positions
 //           3 entries into the histogram: their rows and ranks   4 prefix sum over the CTA's rows;
-//           its items to the other CTAs' shared memory   5 every entry to its row; meanwhile the
-//           CTAs' sums arrive   6 pairs and work items to memory, neighbours by neighbours: 3000
-//           scattered stores took 6 us
-// Slots are fixed, K a (head, token), and so is where the pairs of a head begin. Memory is waited
-// for once, and the loops are not unrolled: fetching the code is a part of the time.
+//           how many items of each size it has to the other CTAs' shared memory   5 every entry to
+//           its row; meanwhile the CTAs' counts arrive   6 pairs to memory, neighbours by
+//           neighbours: 3000 scattered stores took 6 us   7 work items to memory, the largest first
+// The CTAs that attend take items by turns (prefill_kv_block_kernel.cuh): large ones first, they
+// end together. Items of one size, and the pairs of a row, are in any order; no result depends on
+// it. Slots are fixed, K a (head, token), and so is where the pairs of a head begin. Memory is
+// waited for once, and the loops are not unrolled: fetching the code is a part of the time.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -37,12 +39,9 @@ using namespace msa::sm90;
 constexpr int kShortThreads = 1024;
 constexpr int kRankBits = 14;
 constexpr uint32_t kNowhere = 0xffffffffu;
-// Pairs and items of a head in one sum.
-constexpr int kShortItemShift = 16;
-constexpr uint32_t kShortPairMask = (1u << kShortItemShift) - 1;
+constexpr int kSizeClasses = 8;  // of work items, by their tiles: the last has all smaller ones
 static_assert(kShortTokens <= kShortThreads, "a thread has a token");
 static_assert(kShortEntries <= 1 << kRankBits && kShortRows < 1 << 18, "row and rank fit a word");
-static_assert(kShortEntries <= kShortPairMask, "pairs and items, no more than entries, fit a word");
 
 struct ShortToken {
   int32_t first_row;  // of its request
@@ -54,7 +53,8 @@ struct alignas(8) ShortState {  // entries of 64 bits may follow
   uint32_t mask[kShortTokens];
   int32_t begins[kShortRequests + 1], lengths[kShortRequests];
   uint32_t warp_sums[kShortThreads / 32];
-  uint32_t totals[kShortHeads];  // pairs and items, written by the head's CTA
+  uint32_t class_items[kSizeClasses];  // the head's items of a class, then where its next one goes
+  uint32_t totals[kSizeClasses * kShortHeads];  // [class][head]: items, written by the head's CTA
   // entries [T * K] of ids' type, int32_t pages[rows], uint32_t histogram[rows + 1],
   // uint32_t sorted[T * K] follow
 };
@@ -102,6 +102,25 @@ __device__ __forceinline__ void load_short(const SplitParams& params, ShortState
   wait_async_copies<0>();
 }
 
+// How a row of pairs is cut into items (row_items(), item_begin()), and how large these are: class
+// 0 is the largest.
+struct RowCut {
+  uint32_t items, share, rest, size_class;
+};
+
+__device__ __forceinline__ RowCut cut_row(const SplitParams& params, uint32_t count) {
+  const auto max_queries = static_cast<uint32_t>(params.plan.sizes.max_queries_per_item);
+  const auto tile_tokens = static_cast<uint32_t>(params.plan.sizes.group_tokens);
+  RowCut cut;
+  cut.items = row_items(count, max_queries);
+  cut.share = count / cut.items;
+  cut.rest = count - cut.share * cut.items;
+  const uint32_t most_tiles = (max_queries - 1) / tile_tokens;
+  const uint32_t tiles = (cut.share + (cut.rest > 0) - 1) / tile_tokens;
+  cut.size_class = min(most_tiles - tiles, kSizeClasses - 1u);
+  return cut;
+}
+
 __global__ void __launch_bounds__(kShortThreads)
     msa_split_selection_short_sm90_kernel(const __grid_constant__ SplitParams params) {
   extern __shared__ __align__(16) uint8_t shared_memory[];
@@ -128,6 +147,7 @@ __global__ void __launch_bounds__(kShortThreads)
   load_short(params, state, head, entries, rows, ids, pages);
 #pragma unroll 1
   for (int i = thread; i < rows; i += kShortThreads) histogram[i] = 0;
+  if (thread < kSizeClasses) state.class_items[thread] = 0;
   __syncthreads();
 
   if (thread < num_tokens) {
@@ -176,35 +196,34 @@ __global__ void __launch_bounds__(kShortThreads)
   __syncthreads();
 
   // Rows of a thread are neighbours, so that a plain prefix sum keeps their order.
-  const auto max_queries = static_cast<uint32_t>(plan.sizes.max_queries_per_item);
   const int thread_rows = (rows + kShortThreads - 1) / kShortThreads;
   const int first_row = min(thread * thread_rows, rows),
             end_row = min(first_row + thread_rows, rows);
   uint32_t mine = 0;
 #pragma unroll 1
   for (int i = first_row; i < end_row; ++i) {
-    mine += row_items(histogram[i], max_queries) << kShortItemShift | histogram[i];
+    if (histogram[i] == 0) continue;
+    const RowCut cut = cut_row(params, histogram[i]);
+    atomicAdd(&state.class_items[cut.size_class], cut.items);
+    mine += histogram[i];
   }
-  uint32_t before = mine;
+  uint32_t begin = mine;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
-    const uint32_t other = __shfl_up_sync(kAllLanes, before, distance);
-    if (lane >= distance) before += other;
+    const uint32_t other = __shfl_up_sync(kAllLanes, begin, distance);
+    if (lane >= distance) begin += other;
   }
-  if (lane == 31) state.warp_sums[warp] = before;
+  if (lane == 31) state.warp_sums[warp] = begin;
   __syncthreads();
   const uint32_t warp_sum = state.warp_sums[lane];
-  before += __reduce_add_sync(kAllLanes, lane < warp ? warp_sum : 0) - mine;
+  begin += __reduce_add_sync(kAllLanes, lane < warp ? warp_sum : 0) - mine;
+  if (thread + 1 == kShortThreads) histogram[rows] = begin + mine;
   cluster_wait();
-  if (warp == 0) {
-    const uint32_t total = __reduce_add_sync(kAllLanes, warp_sum);
-    if (lane == 0) histogram[rows] = total & kShortPairMask;
-    if (lane < heads) {
-      cluster_store(cluster_address(shared_address(state.totals + head), lane), total);
-    }
+  if (thread < kSizeClasses * heads) {
+    const int other = thread / kSizeClasses, size_class = thread % kSizeClasses;
+    cluster_store(cluster_address(shared_address(state.totals + size_class * heads + head), other),
+                  state.class_items[size_class]);
   }
-  const uint32_t first_item = before >> kShortItemShift;
-  uint32_t begin = before & kShortPairMask;
 #pragma unroll 1
   for (int i = first_row; i < end_row; ++i) {
     const uint32_t count = histogram[i];
@@ -238,28 +257,46 @@ __global__ void __launch_bounds__(kShortThreads)
   }
   cluster_wait();
 
-  const uint32_t others = lane < head ? state.totals[lane] >> kShortItemShift : 0;
-  uint32_t item = __reduce_add_sync(kAllLanes, others);  // of earlier heads
-  if (head + 1 == heads && thread == 0) {
-    plan.round_items[0] = 0;
-    plan.round_items[1] = static_cast<int32_t>(item + (state.totals[head] >> kShortItemShift));
+  if (warp == 0) {  // where this head's items of each class begin: larger ones, then earlier heads
+    static_assert(kSizeClasses * kShortHeads <= 64, "two a lane");
+    const int first = 2 * lane, all = kSizeClasses * heads;
+    const uint32_t items[2] = {first < all ? state.totals[first] : 0,
+                               first + 1 < all ? state.totals[first + 1] : 0};
+    uint32_t before = items[0] + items[1];
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const uint32_t other = __shfl_up_sync(kAllLanes, before, distance);
+      if (lane >= distance) before += other;
+    }
+    if (head == 0 && lane == 31) {
+      plan.round_items[0] = 0;
+      plan.round_items[1] = static_cast<int32_t>(before);
+    }
+    before -= items[0] + items[1];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (first + i < all && (first + i) % heads == head) {
+        state.class_items[(first + i) / heads] = before;
+      }
+      before += items[i];
+    }
   }
-  item += first_item;
+  __syncthreads();
 #pragma unroll 1
   for (int i = first_row; i < end_row; ++i) {
     const uint32_t count = histogram[i + 1] - histogram[i];
     if (count == 0) continue;
-    const uint32_t items = row_items(count, max_queries);
-    const uint32_t share = count / items, rest = count - share * items;  // as item_begin() has it
+    const RowCut cut = cut_row(params, count);
+    uint32_t item = atomicAdd(&state.class_items[cut.size_class], cut.items);
     const int request = i / static_cast<int>(batch.max_pages);
     WorkItem fields =
         block_item(head, i - request * static_cast<int>(batch.max_pages), pages[i],
                    state.begins[request], state.begins[request + 1], state.lengths[request]);
     fields.end = first_pair + static_cast<int32_t>(histogram[i]);
 #pragma unroll 1
-    for (uint32_t part = 0; part < items; ++part, ++item) {
+    for (uint32_t part = 0; part < cut.items; ++part, ++item) {
       fields.begin = fields.end;
-      fields.end += static_cast<int32_t>(share + (part < rest));
+      fields.end += static_cast<int32_t>(cut.share + (part < cut.rest));
       store_item(plan.work_items, item, fields);
     }
   }

@@ -5,11 +5,13 @@
 //     s = scale * q . K^T, tokens past pos masked;  m = max s;  p = exp(s - m);  l = sum p;  o = p
 //     V
 //   o (not normalised, bfloat16) and (m, l) go to the entry's slot; whoever finishes the token (the
-//   query-major kernel or the merge) weighs and adds its slots. No running softmax, no atomics: a
-//   slot's bits do not depend on the tile it was computed in.
+//   query-major kernel or the merge) weighs and adds its slots, so L2 gives them up last, and K and
+//   V first. No running softmax, no atomics: a slot's bits do not depend on the tile it was
+//   computed in.
 //
 // clang-format off
-// Grid      persistent, one CTA an SM; CTA i takes work items i, i + gridDim, ...
+// Grid      persistent, one CTA an SM; CTA i takes work items i, i + gridDim, ...: of short calls
+//           the largest come first (split_short_kernel.cuh)
 // Roles     role            warps   registers  does
 //           consumer 0..2   0-11    152        every third tile, 64 / G tokens each: the tiles of
 //                                              the CTA's items, one after another, by turns
@@ -375,9 +377,17 @@ __device__ __forceinline__ void softmax(Accumulator& s, const Row (&rows)[2], fl
   }
 }
 
+// 16 bytes to memory, with a policy for L2.
+__device__ __forceinline__ void store_16(void* address, const uint4& bits, uint64_t policy) {
+  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(address),
+               "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w), "l"(policy)
+               : "memory");
+}
+
 __device__ __forceinline__ void store_partial(const KVBlockParams& params, const Row (&rows)[2],
                                               const Accumulator& o, const float (&maximum)[2],
                                               const float (&sum)[2]) {
+  const uint64_t policy = evict_last_policy();  // they are read again, K and V are not
   const int quad = threadIdx.x % 4, warp_row = threadIdx.x % 32 / 4;
   const int group = 1 << params.log_group, chunk_stride = min(group, 8) * 32;
 #pragma unroll
@@ -396,8 +406,8 @@ __device__ __forceinline__ void store_partial(const KVBlockParams& params, const
         const __nv_bfloat162 pair = __floats2bfloat162_rn(o[i], o[i + 1]);
         words[n] = *reinterpret_cast<const uint32_t*>(&pair);
       }
-      *reinterpret_cast<uint4*>(out + chunk * chunk_stride) =
-          make_uint4(words[0], words[1], words[2], words[3]);
+      store_16(out + chunk * chunk_stride, make_uint4(words[0], words[1], words[2], words[3]),
+               policy);
     }
     if (quad == 0) {
       params.partials.state[(slot << params.log_group) + row] = make_float2(maximum[r], sum[r]);
