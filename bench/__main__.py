@@ -201,6 +201,13 @@ def _compare(arguments: argparse.Namespace) -> int:
     return int(arguments.fail_on_regression and any(v.regression for v in verdicts))
 
 
+# Beside the project's own page of results.
+_SEE_ALSO = (
+    "The gateway's load, and what it gives back to generation, are tables of their own "
+    "(`python -m bench.gateway`): [gateway](gateway.md#measured)."
+)
+
+
 def _report(arguments: argparse.Namespace) -> int:
     found = [row for path in arguments.file for row in rows.read(path)]
     if not found:
@@ -212,7 +219,9 @@ def _report(arguments: argparse.Namespace) -> int:
     if arguments.out:
         written += report.write(found, arguments.out)
     if arguments.docs:
-        written += report.write(found, arguments.docs.parent, arguments.docs.name, "Performance")
+        written += report.write(
+            found, arguments.docs.parent, arguments.docs.name, "Performance", _SEE_ALSO
+        )
     for path in written:
         print(path)
     return 0
