@@ -1,6 +1,8 @@
 """The command line on the CPU, with the same cases made small."""
 
 import dataclasses
+import os
+import subprocess
 import sys
 
 import pytest
@@ -215,15 +217,29 @@ def test_runs_without_rich(monkeypatch, tmp_path, capsys):
 
 
 def test_gpu_check_leaves_its_files(tmp_path):
-    import subprocess
-
-    command = [sys.executable, "-m", "bench.gpu_check", "--out", str(tmp_path), "--device", "cpu"]
+    tool = tmp_path / "bin" / "compute-sanitizer"
+    tool.parent.mkdir()
+    tool.write_text('#!/bin/sh\necho "$@"\ntest "$2" = memcheck\n')
+    tool.chmod(0o755)
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "bench.gpu_check", "--out", str(out), "--device", "cpu"]
     command += ["--budget-s", "0", "--peers", "", "--tests", "tests/step5_merge"]
     root = cases.FOLDER.parent.parent
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert "info: ok" in done.stdout and "bench: ok" in done.stdout, done.stdout + done.stderr
+    for path, racecheck in ((f"{tool.parent}:{os.environ['PATH']}", 1), (str(tmp_path), 127)):
+        done = subprocess.run(
+            [*command, "--sanitize", "memcheck,racecheck"],
+            cwd=root,
+            env={**os.environ, "PATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert "info: ok" in done.stdout and "bench: ok" in done.stdout, done.stdout + done.stderr
+        assert f"racecheck: exit code {racecheck}" in done.stdout and done.returncode == 1
+        assert ("memcheck: ok" in done.stdout) == (racecheck == 1)
     for name in ("info.txt", "tests.log", "bench.log"):
-        assert (tmp_path / name).stat().st_size > 0
+        assert (out / name).stat().st_size > 0
+    assert "tests.every_kernel --device cpu" in (out / "memcheck.log").read_text()
 
 
 @pytest.mark.gpu
