@@ -40,7 +40,7 @@ def calls(device: str) -> Iterator[tuple[str, callable]]:
         yield f"write_cache {cache}", _later(msa.write_cache, *new, *caches, **case.scales)
 
     for heads, tokens, blocks in ((2, 5, 20), (1, 40, 900), (1, 3, 5000)):
-        scores = torch.randn(heads, tokens, blocks, device=device)
+        scores = torch.randn(heads, tokens, blocks).to(device)
         visible = torch.full((tokens,), blocks, dtype=torch.int32, device=device)
         yield f"topk_blocks {blocks}", _later(msa.topk_blocks, scores, visible, 16)
 
@@ -51,8 +51,8 @@ def calls(device: str) -> Iterator[tuple[str, callable]]:
     yield "decode_view", _later(msa.decode_view, *view)
 
     for parts in (2, 5, 16):
-        outs = torch.randn(parts, 9, 16, 128, device=device, dtype=BF16)
-        lses = torch.randn(parts, 9, 16, device=device)
+        outs = torch.randn(parts, 9, 16, 128).to(device, BF16)
+        lses = torch.randn(parts, 9, 16).to(device)
         yield f"merge_lse {parts}", _later(msa.merge_lse, outs, lses)
         yield f"merge_lse {parts} apart", _later(msa.merge_lse, list(outs), list(lses))
 
