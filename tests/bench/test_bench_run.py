@@ -12,6 +12,7 @@ from bench import cases, check, rows, runner
 from bench.__main__ import main
 from bench.inputs import DTYPES, LAYOUTS, Inputs, Shape
 from bench.operators import OPERATORS
+from bench.peers import NAMES
 
 SMALL = Shape((6, 1), (2300, 400), num_q_heads=4, num_kv_heads=2)
 
@@ -208,6 +209,30 @@ def test_near_ties_pass_and_others_do_not():
     assert not check.chosen(wrong, scores, visible, slack).ok
     assert not check.chosen(torch.tensor([[[0, 0, 3]]]), scores, visible, slack).ok
     assert not check.chosen(torch.tensor([[[0, 1, 2]]]), scores, visible, slack).ok
+
+
+def test_each_table_beside_its_own_peers(monkeypatch, tmp_path):
+    monkeypatch.delenv("MSA_BENCH_PEER_DIR", raising=False)
+    table = {"phase": "decode", "model": "m3-tp4", "cases": [[1, 1, 300]]}
+    tables = [{**table, "ops": ["sparse_decode"], "peers": ["torch", "vllm"]}]
+    tables += [{**table, "ops": ["topk_blocks"]}]
+    monkeypatch.setattr(cases, "shape_sets", lambda: {"made": {"tables": tables}})
+    for words, expected in (
+        ("table", {"sparse_decode": ["torch", "vllm"], "topk_blocks": [None]}),
+        ("table,dense", {"sparse_decode": ["torch", "vllm", "dense"], "topk_blocks": ["dense"]}),
+        ("dense", {"sparse_decode": ["dense"], "topk_blocks": ["dense"]}),
+    ):
+        path = tmp_path / words
+        path.mkdir()
+        code, found = run("all", "--preset", "made", "--peers", words, tmp_path=path)
+        by_op = {op: [row.peer for row in found if row.op == op] for op in expected}
+        assert code == 0 and by_op == expected
+
+
+def test_presets_name_peers_that_there_are():
+    named = [case.peers for name in cases.shape_sets() for case in cases.expand(["all"], [name])]
+    assert {peer for peers in named for peer in peers} <= set(NAMES)
+    assert all(case.peers for case in cases.expand(["all"], ["peers-prefill", "decode-rollout"]))
 
 
 def test_runs_without_rich(monkeypatch, tmp_path, capsys):
