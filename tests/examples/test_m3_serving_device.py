@@ -1,5 +1,7 @@
 """The engine in bfloat16 on each device: its tokens against those of the CPU's operators."""
 
+import dataclasses
+
 import pytest
 import torch
 from conftest import IMAGE_ID, TEXT_CONFIG, poisoned
@@ -17,9 +19,10 @@ from msa_kernels import Batch
 NEW = 40
 NEAR = 0.1
 """of the logits' standard deviation: what rounding to bfloat16 may turn around"""
-SHARE = 0.85
+SHARE = 0.7
 """of an answer's tokens. Rounding now and then picks another block or expert in some row, and then
-the logits differ by more."""
+the logits differ by more: half a unit in the last place on every linear's result leaves 0.78 to 1.
+A model with a mistake that matters to the answer comes to 0.6 at most."""
 
 
 def random_model(heads: int) -> Model:
@@ -111,17 +114,25 @@ def test_tokens_are_those_of_the_cpu_within_rounding(device, require, heads):
         assert agreement(model, request) >= SHARE, request.order
 
 
-def test_another_model_does_not_agree(device, require):
+@pytest.mark.parametrize(
+    ("negated", "changed"),
+    [
+        ("layers.0.self_attn.v_proj.weight", {}),
+        ("layers.1.self_attn.indexer.k_proj.weight", {}),
+        (None, {"topk_blocks": 3}),
+        (None, {"local_blocks": 0}),
+    ],
+)
+def test_another_model_does_not_agree(device, require, negated, changed):
     """Else the test above would prove little."""
     require("sparse_prefill")
     model = random_model(4)
-    (prompt,) = random_tokens(1500)
-    changed = on(device, model)
-    for name in ("layers.1.self_attn.indexer.k_proj", "layers.0.self_attn.v_proj"):
-        weights = changed.weights | {f"{name}.weight": -changed.weights[f"{name}.weight"]}
-        engine = Engine(Model(model.config, weights))
-        (request,) = engine.generate([prompt], max_new_tokens=NEW, ignore_eos=True)
-        assert agreement(model, request) < SHARE, name
+    other = on(device, Model(dataclasses.replace(model.config, **changed), model.weights))
+    if negated:
+        other.weights[negated].neg_()
+        model = random_model(4)  # on the CPU the two share their weights
+    (request,) = Engine(other).generate(random_tokens(1500), max_new_tokens=NEW, ignore_eos=True)
+    assert agreement(model, request) < SHARE
 
 
 def test_an_image_is_seen(device, require, media_checkpoint):
