@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import IMAGE_ID, TEXT_CONFIG, poisoned
 
 from examples.m3_serving import Engine, SamplingParams
 from examples.m3_serving.cache import make_layer_caches, pages_for
@@ -15,6 +14,7 @@ from examples.m3_serving.sampling import sample
 from examples.m3_serving.vision import VisionTower
 from examples.m3_serving.weights import tensor_shapes
 from msa_kernels import Batch
+from tests.examples.conftest import IMAGE_ID, TEXT_CONFIG, poisoned
 
 NEW = 40
 NEAR = 0.1
