@@ -1,6 +1,7 @@
 """`python -m bench`: how fast each operator is, and what one would use instead."""
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from .peers import ENVIRONMENT, NAMES
 from .progress import progress
 from .runner import Options, Run
 from .timing import FLUSHES
+
+_OF_TABLE = "table"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +54,12 @@ def _parser() -> argparse.ArgumentParser:
     it.add_argument("--preset", type=_list_of(), default=[], help="models and shape sets, see list")
     it.add_argument("--dtype", type=_list_of(*DTYPES), help="instead of the preset's")
     it.add_argument("--pattern", type=_list_of(*PATTERNS), help="instead of the preset's")
-    it.add_argument("--peers", type=_list_of(*NAMES), default=[], help=", ".join(NAMES))
+    it.add_argument(
+        "--peers",
+        type=_list_of(*NAMES, _OF_TABLE),
+        default=[],
+        help=f"{', '.join(NAMES)}; {_OF_TABLE}: those that each table of a preset names",
+    )
     it.add_argument("--peer-dir", type=Path, help=f"folder of unpacked files; also {ENVIRONMENT}")
     it.add_argument("--json", type=Path, metavar="FILE", help="append rows to FILE, as they come")
     it.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -111,6 +119,10 @@ def _run(arguments: argparse.Namespace) -> int:
         patterns=arguments.pattern,
         shrink=cpu,
     )
+    named = [name for name in arguments.peers if name != _OF_TABLE]
+    for i, case in enumerate(todo):
+        own = case.peers if _OF_TABLE in arguments.peers else ()
+        todo[i] = dataclasses.replace(case, peers=tuple(dict.fromkeys((*own, *named))))
     if not todo:
         raise ValueError("nothing to measure: no operator asked for is in the presets asked for")
     flushes = ["none"] if cpu else arguments.flush or ["dirty", "clean"]
@@ -118,7 +130,7 @@ def _run(arguments: argparse.Namespace) -> int:
     options = Options(
         device=device,
         flushes=flushes,
-        peers=arguments.peers,
+        peers=list(dict.fromkeys(name for case in todo for name in case.peers)),
         peer_dir=arguments.peer_dir,
         refcheck=not arguments.no_refcheck,
         layout=arguments.layout,
@@ -201,6 +213,13 @@ def _compare(arguments: argparse.Namespace) -> int:
     return int(arguments.fail_on_regression and any(v.regression for v in verdicts))
 
 
+# Beside the project's own page of results.
+_SEE_ALSO = (
+    "The gateway's load, and what it gives back to generation, are tables of their own "
+    "(`python -m bench.gateway`): [gateway](gateway.md#measured)."
+)
+
+
 def _report(arguments: argparse.Namespace) -> int:
     found = [row for path in arguments.file for row in rows.read(path)]
     if not found:
@@ -212,7 +231,9 @@ def _report(arguments: argparse.Namespace) -> int:
     if arguments.out:
         written += report.write(found, arguments.out)
     if arguments.docs:
-        written += report.write(found, arguments.docs.parent, arguments.docs.name, "Performance")
+        written += report.write(
+            found, arguments.docs.parent, arguments.docs.name, "Performance", _SEE_ALSO
+        )
     for path in written:
         print(path)
     return 0

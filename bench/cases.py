@@ -27,6 +27,8 @@ class Case:
     pattern: str
     weight: float | None = None
     """calls that the shape stands for in its mix"""
+    peers: tuple[str, ...] = ()
+    """whom to run beside; as a preset names them, those that its table compares with"""
 
     def __str__(self) -> str:
         """As a line of progress says it."""
@@ -140,7 +142,8 @@ def _of_table(name, table, ops, model, dtypes, patterns) -> Iterable[Case]:
                         shape,
                         dtype,
                         pattern,
-                        *(float(w) for w in weight),
+                        float(weight[0]) if weight else None,
+                        tuple(table.get("peers", ())),
                     )
 
 

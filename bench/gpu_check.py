@@ -1,12 +1,14 @@
 """`python -m bench.gpu_check --out DIR`: on a GPU machine, the GPU tests and a short benchmark.
 
 Works with libraries built elsewhere, from a checkout that is not installed (PYTHONPATH=.). Leaves
-info.txt, tests.log, bench.log and bench.jsonl in DIR.
+info.txt, tests.log, bench.log and bench.jsonl in DIR, and the log of each sanitizer that was asked
+for.
 """
 
 import argparse
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -33,6 +35,12 @@ def main() -> int:
         default=8,
         help="processes of pytest, where pytest-xdist is installed",
     )
+    parser.add_argument(
+        "--sanitize",
+        default="",
+        metavar="TOOLS",
+        help="tools of compute-sanitizer, such as memcheck,racecheck, over tests/every_kernel.py",
+    )
     arguments = parser.parse_args()
     out = arguments.out.resolve()  # the steps run in the checkout
     out.mkdir(parents=True, exist_ok=True)
@@ -52,6 +60,10 @@ def main() -> int:
         "tests": _run([*python, *pytest], out / "tests.log"),
         "bench": _run([*python, *bench], out / "bench.log"),
     }
+    for tool in filter(None, arguments.sanitize.split(",")):
+        checked = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
+        checked += [*python, "tests.every_kernel", "--device", arguments.device]
+        codes[tool] = _run(checked, out / f"{tool}.log")
     if codes["tests"] == NO_TESTS:
         print("no test is marked gpu")
     for step, code in codes.items():
@@ -65,6 +77,9 @@ def _run(command: list[str], log: Path) -> int:
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     print(f"$ {' '.join(command)}", flush=True)
     began = time.monotonic()
+    if not shutil.which(command[0]):
+        print(f"  there is no {command[0]} here", flush=True)
+        return 127  # as a shell says it
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             command,

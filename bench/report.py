@@ -10,10 +10,17 @@ from .rows import Row, latest, weighted_means
 _FLUSH = {"dirty": "d", "clean": "c", "none": "w"}
 
 
-def markdown(rows: Sequence[Row], pictures: Iterable[str] = (), title: str = "Results") -> str:
+def markdown(
+    rows: Sequence[Row],
+    pictures: Iterable[str] = (),
+    title: str = "Results",
+    see_also: str = "",
+) -> str:
     """The whole report: machine and ceilings, mixes, a table for each operator and phase."""
     rows = latest(rows)
     lines = [f"# {title}", "", _LEGEND, ""]
+    if see_also:
+        lines += [see_also, ""]
     lines += ["## Machine", "", *_machine(rows), ""]
     if means := _means(rows):
         lines += ["## Mixes", "", *means, ""]
@@ -283,12 +290,16 @@ def _roofline(rows: Sequence[Row], flush: str, folder: Path) -> Path:
 
 
 def write(
-    rows: Sequence[Row], out: Path, name: str = "report.md", title: str = "Results"
+    rows: Sequence[Row],
+    out: Path,
+    name: str = "report.md",
+    title: str = "Results",
+    see_also: str = "",
 ) -> list[Path]:
     """The report into a folder: Markdown, and pictures in a folder of its name beside it."""
     out.mkdir(parents=True, exist_ok=True)
     pictures = draw(rows, out / Path(name).stem)
     links = [path.relative_to(out).as_posix() for path in pictures]
     path = out / name
-    path.write_text(markdown(rows, links, title), encoding="utf-8")
+    path.write_text(markdown(rows, links, title, see_also), encoding="utf-8")
     return [path, *pictures]

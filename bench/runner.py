@@ -32,6 +32,7 @@ class Options:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     flushes: Sequence[str] = ("none",)
     peers: Sequence[str] = ()
+    """all that some case names"""
     peer_dir: Path | None = None
     refcheck: bool = True
     layout: str = "interleaved"
@@ -118,7 +119,10 @@ class Run:
         if case.pattern not in ("uniform", "coherent", "shared"):
             inputs.pattern = "uniform"  # of what counts bytes by it
         contenders = {OURS: self._ours(operator, inputs)}
-        for name, peer in self.peers.items():
+        for name in case.peers:
+            if name in self.missing:
+                continue
+            peer = self.peers[name]
             contenders[name] = self._made(partial(peer.prepare, case.op, inputs))
         for contender in contenders.values():
             self._get_ready(contender, operator, inputs, graph=case.phase == "decode")
@@ -260,7 +264,7 @@ class Run:
             base.graph, base.rounds = ours.ready.graph, ours.stats.rounds
             base.tflops, base.tbps, base.peak_share = _rates(costs[OURS], ours.stats.us, peaks)
         rows = []
-        for name in self.options.peers:
+        for name in case.peers:
             row = Row(**vars(base))
             row.peer = name
             if name in self.missing:

@@ -43,13 +43,21 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--clients", type=int, default=64, help="at a time; default: %(default)s")
     add("--seconds", type=float, default=15.0, help="a scenario or measurement")
     add("--only", help="scenarios of the load with this in their name")
-    add("--rate", type=float, default=8.0, help="images a second beside the worker's loop")
+    add(
+        "--rate",
+        type=float,
+        action="append",
+        help="images a second beside the worker's loop; repeatable; default: 8",
+    )
     add("--decoders", type=int, default=1, help="threads or processes beside the loop")
     add("--rounds", type=int, default=3, help="of each arrangement beside the loop")
     add("--model", type=Path, help="checkpoint: the loop is the engine; default: a fixed loop")
+    add("--device", default="cpu", help="the engine's, cuda in bfloat16; default: %(default)s")
     parsed = parser.parse_args(arguments)
     if unknown := set(parsed.parts) - {"load", "giveback"}:
         parser.error(f"PART must be load or giveback, got {', '.join(sorted(unknown))}")
+    if parsed.device != "cpu" and not parsed.model:
+        parser.error(f"--device is the engine's, which needs --model; got {parsed.device} alone")
     return parsed
 
 
@@ -72,16 +80,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as work:
             photo = Path(work) / "photo.jpg"
             photo.write_bytes(material.photo(1080, 1920))
-            results = giveback.run(
+            loop, results = giveback.run(
                 photo,
                 options.model,
-                options.rate,
+                options.device,
+                options.rate or [8.0],
                 options.decoders,
                 options.seconds,
                 options.rounds,
             )
-        loop = f"the engine on {options.model.name}" if options.model else "a fixed loop"
-        print(f"\n{loop}, {options.rate:g} images/s asked for, medians of {options.rounds}\n")
+        print(
+            f"\n{loop}; {options.decoders} decoders, medians of {options.rounds} rounds of "
+            f"{options.seconds:g} s\n"
+        )
         print(giveback.table(results), flush=True)
     return 1 if lost else 0
 

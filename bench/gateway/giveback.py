@@ -3,7 +3,7 @@
 One worker loop runs alone, beside threads of its own process that decode images at a fixed rate,
 and beside a decode pool of another process that does the same. The loop is either a fixed amount of
 work a step, half Python (what schedules, samples and talks to clients) and half numpy (what waits
-for the device), or the engine of `examples/m3_serving` on a given checkpoint.
+for the device), or the engine of `examples/m3_serving` on a given checkpoint, on the CPU or a GPU.
 """
 
 import asyncio
@@ -13,10 +13,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,18 @@ ARRANGEMENTS = ("alone", "inside", "outside")
 _WARM_UP_S = 1.0
 
 
-def fixed_loop() -> Callable[[], int]:
+@dataclass(frozen=True)
+class Loop:
+    """What generates."""
+
+    name: str
+    step: Callable[[], int]
+    """computes tokens and tells how many"""
+    restart: Callable[[], None] = lambda: None
+    """called where a measurement begins, so that all begin alike"""
+
+
+def fixed_loop() -> Loop:
     """A step of some ten milliseconds of one core; it makes one token."""
     weights = np.random.default_rng(0).random((320, 320), np.float32)
 
@@ -39,14 +50,23 @@ def fixed_loop() -> Callable[[], int]:
             x = np.tanh(x @ weights)
         return 1 if total and x.shape else 0
 
-    return step
+    return Loop("a fixed loop", step)
 
 
-def engine_loop(folder: Path) -> Callable[[], int]:
-    """A step of the engine with four requests that never end; it makes a token each."""
+def engine_loop(folder: Path, device: str) -> Loop:
+    """A step of the engine with four requests that never end; it makes a token each.
+
+    On a GPU the model is bfloat16, as the kernels want it. The step waits for the GPU itself, since
+    the next one needs the tokens.
+    """
+    import torch
+
     from examples.m3_serving import Engine
 
-    engine = Engine.from_folder(folder, cache_tokens=16_384)
+    on_gpu = torch.device(device).type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else None
+    engine = Engine.from_folder(folder, dtype=dtype, device=device, cache_tokens=16_384)
+    place = torch.cuda.get_device_name(device) if on_gpu else device
 
     def step() -> int:
         while sum(not request.finish_reason for request in requests) < 4:
@@ -59,8 +79,16 @@ def engine_loop(folder: Path) -> Callable[[], int]:
         requests[:] = [request for request in requests if not request.finish_reason]
         return made
 
+    def restart() -> None:
+        for request in requests:
+            engine.abort(request)
+        requests.clear()
+        step()
+        while not all(request.generated for request in requests):
+            step()
+
     requests: list[Any] = []
-    return step
+    return Loop(f"the engine on {folder.name}, {place}, torch {torch.__version__}", step, restart)
 
 
 def _job() -> dict[str, Any]:
@@ -155,33 +183,51 @@ def _pool(photo: Path, rate: float, count: int) -> Iterator[Callable[[], int]]:
         process.wait()
 
 
-def measure(
-    arrangement: str, photo: Path, model: Path | None, rate: float, count: int, seconds: float
-) -> dict[str, float]:
-    """One arrangement in this process: tokens and images a second, and the slow steps."""
-    step = engine_loop(model) if model else fixed_loop()
-    data = photo.read_bytes()
+@dataclass
+class Result:
+    """One arrangement at one rate: of one measurement, or medians over the rounds."""
 
-    def timed(done: Callable[[], int]) -> dict[str, float]:
+    arrangement: str
+    rate: float
+    """images a second asked for"""
+    tokens_s: float
+    images_s: float
+    step_p50_ms: float
+    step_p99_ms: float
+
+
+def measure(
+    loop: Loop, arrangement: str, photo: Path, rate: float, count: int, seconds: float
+) -> Result:
+    """One measurement: tokens and images a second, and the slow steps."""
+
+    def timed(done: Callable[[], int]) -> Result:
+        loop.step()  # the first loads what is loaded late
+        while arrangement != "alone" and not done():
+            loop.step()
         warm = time.perf_counter() + _WARM_UP_S
-        while time.perf_counter() < warm or (arrangement != "alone" and not done()):
-            step()
+        while time.perf_counter() < warm:
+            loop.step()
+        loop.restart()
         images, start = done(), time.perf_counter()
         tokens, steps = 0, []
         while (now := time.perf_counter()) < start + seconds:
-            tokens += step()
+            tokens += loop.step()
             steps.append(time.perf_counter() - now)
         took = time.perf_counter() - start
+        images = done() - images
         steps.sort()
-        return {
-            "tokens_s": tokens / took,
-            "images_s": (done() - images) / took,
-            "step_p50_ms": 1000 * steps[len(steps) // 2],
-            "step_p99_ms": 1000 * steps[int(len(steps) * 0.99)],
-        }
+        return Result(
+            arrangement,
+            rate,
+            tokens_s=tokens / took,
+            images_s=images / took,
+            step_p50_ms=1000 * steps[len(steps) // 2],
+            step_p99_ms=1000 * steps[int(len(steps) * 0.99)],
+        )
 
     if arrangement == "inside":
-        with _threads(data, rate, count) as done:
+        with _threads(photo.read_bytes(), rate, count) as done:
             return timed(done)
     if arrangement == "outside":
         with _pool(photo, rate, count) as done:
@@ -189,53 +235,80 @@ def measure(
     return timed(lambda: 0)
 
 
-@dataclass
-class Result:
-    """Medians over the rounds."""
+def measure_all(
+    loop: Loop, photo: Path, rates: Sequence[float], count: int, seconds: float, rounds: int
+) -> list[Result]:
+    """The loop alone and each arrangement at each rate, in turns, since the machine's mood
+    changes."""
+    plan = [("alone", 0.0), *((name, rate) for rate in rates for name in ARRANGEMENTS[1:])]
+    return [
+        measure(loop, name, photo, rate, count, seconds)
+        for _ in range(rounds)
+        for name, rate in plan
+    ]
 
-    arrangement: str
-    tokens_s: float
-    images_s: float
-    step_p50_ms: float
-    step_p99_ms: float
+
+def medians(results: Sequence[Result]) -> list[Result]:
+    """One result for each arrangement and rate, in the order in which they come first."""
+    groups: dict[tuple[str, float], list[dict[str, float]]] = {}
+    for one in results:
+        row = asdict(one)
+        groups.setdefault((row.pop("arrangement"), row.pop("rate")), []).append(row)
+    return [
+        Result(*key, **{name: statistics.median(row[name] for row in rows) for name in rows[0]})
+        for key, rows in groups.items()
+    ]
 
 
 def run(
-    photo: Path, model: Path | None, rate: float, count: int, seconds: float, rounds: int
-) -> list[Result]:
-    """Every arrangement in a process of its own, in turns, since the machine's mood changes.
+    photo: Path,
+    model: Path | None,
+    device: str,
+    rates: Sequence[float],
+    count: int,
+    seconds: float,
+    rounds: int,
+) -> tuple[str, list[Result]]:
+    """Measures in a process that does nothing else.
 
     Args:
         photo: a file with an image.
         model: a checkpoint for the engine; None for the fixed loop.
-        rate: images a second.
+        device: of the engine.
+        rates: images a second.
         count: threads, or processes, that decode.
         seconds: a measurement.
         rounds: measurements of each.
+
+    Returns:
+        (what the loop is, medians over the rounds).
     """
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in ARRANGEMENTS}
-    for _ in range(rounds):
-        for name in ARRANGEMENTS:
-            arguments = [name, str(photo), str(model or ""), str(rate), str(count), str(seconds)]
-            output = subprocess.run(
-                [sys.executable, "-m", "bench.gateway.giveback", "measure", *arguments],
-                check=True,
-                stdout=subprocess.PIPE,
-                text=True,
-            ).stdout
-            found[name].append(json.loads(output))
-    return [
-        Result(name, **{key: statistics.median(row[key] for row in rows) for key in rows[0]})
-        for name, rows in found.items()
-    ]
+    options = {
+        "photo": str(photo),
+        "model": str(model) if model else None,
+        "device": device,
+        "rates": list(rates),
+        "count": count,
+        "seconds": seconds,
+        "rounds": rounds,
+    }
+    output = subprocess.run(
+        [sys.executable, "-m", "bench.gateway.giveback", "measure", json.dumps(options)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+    found = json.loads(output)
+    return found["loop"], medians([Result(**row) for row in found["results"]])
 
 
-def table(results: list[Result]) -> str:
-    """Markdown."""
+def table(results: Sequence[Result]) -> str:
+    """Markdown; the first result is the loop alone."""
     alone = results[0].tokens_s
     lines = [
-        "| media are prepared | tokens/s | of the loop alone | images/s | step p50 ms | p99 ms |",
-        "|---|---|---|---|---|---|",
+        "| media are prepared | asked for, images/s | images/s | tokens/s | of the loop alone "
+        "| step p50 ms | p99 ms |",
+        "|---|---|---|---|---|---|---|",
     ]
     words = {
         "alone": "not at all",
@@ -243,8 +316,8 @@ def table(results: list[Result]) -> str:
         "outside": "by the gateway's processes",
     }
     lines += [
-        f"| {words[one.arrangement]} | {one.tokens_s:.1f} | {100 * one.tokens_s / alone:.0f} % "
-        f"| {one.images_s:.1f} | {one.step_p50_ms:.1f} | {one.step_p99_ms:.1f} |"
+        f"| {words[one.arrangement]} | {one.rate:g} | {one.images_s:.1f} | {one.tokens_s:.1f} "
+        f"| {100 * one.tokens_s / alone:.0f} % | {one.step_p50_ms:.1f} | {one.step_p99_ms:.1f} |"
         for one in results
     ]
     return "\n".join(lines)
@@ -255,10 +328,11 @@ def _main(command: str, *arguments: str) -> None:
         photo, rate, count = arguments
         asyncio.run(pool_process(Path(photo).read_bytes(), float(rate), int(count)))
         return
-    name, photo, model, rate, count, seconds = arguments
-    folder = Path(model) if model else None
-    found = measure(name, Path(photo), folder, float(rate), int(count), float(seconds))
-    print(json.dumps(found))
+    options = json.loads(arguments[0])
+    model, device = options.pop("model"), options.pop("device")
+    loop = engine_loop(Path(model), device) if model else fixed_loop()
+    results = measure_all(loop, Path(options.pop("photo")), **options)
+    print(json.dumps({"loop": loop.name, "results": [asdict(one) for one in results]}))
 
 
 if __name__ == "__main__":

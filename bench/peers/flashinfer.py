@@ -1,15 +1,23 @@
-"""FlashInfer's MSA operators: as installed, or its package unpacked into the folder of peers."""
+"""FlashInfer's MSA operators, and its paged decode, which knows nothing of MSA, over our view.
+
+As installed, or its package unpacked into the folder of peers.
+"""
 
 import importlib
 import importlib.util
+import math
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
-from ..inputs import Inputs
+import msa_kernels as msa
+
+from ..inputs import BLOCK, Inputs
 from .base import Call, CannotRun, module, version_of
 from .vllm import decode_like
 
@@ -71,7 +79,47 @@ class FlashInfer:
 
             notes = [self.note, "select and attend; no write" if op == "decode_step" else None]
             return Call(run, note="; ".join(filter(None, notes)) or None)
+        if op == "paged_decode":
+            if inputs.scales:
+                raise CannotRun("its paged decode is asked for bfloat16 caches")
+            batch = (inputs.block_table, inputs.cu_seqlens_q, inputs.seq_lens)
+            view = msa.decode_view(inputs.ids, *batch, *inputs.kv())
+            q = inputs.q.unflatten(1, (inputs.shape.num_kv_heads, -1)).flatten(0, 1)
+            run = self.paged_decode(q, *view)
+            return Call(run, lambda pair: pair[0].view(inputs.q.shape), "decode_view before it")
         raise CannotRun(f"has no kernel of its own for {op}")
+
+    @staticmethod
+    def paged_decode(
+        q: Tensor, page_table: Tensor, kv_lens: Tensor, k_pages: Tensor, v_pages: Tensor
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Its paged GQA decode, planned on the host for these lengths; gives (out, lse).
+
+        q [R, G, D], one KV head; k_pages, v_pages [N, 1, 128, D] of any, equal strides.
+        """
+        decode = importlib.import_module("flashinfer.decode")
+        pages = (kv_lens + BLOCK - 1) // BLOCK
+        used = torch.arange(page_table.size(1), device=q.device) < pages[:, None]
+        row_ptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
+        space = torch.empty(128 << 20, dtype=torch.uint8, device=q.device)
+        wrapper = decode.BatchDecodeWithPagedKVCacheWrapper(space, "HND")
+        wrapper.plan(
+            row_ptr,
+            page_table[used],
+            (kv_lens - (pages - 1) * BLOCK).int(),
+            q.size(1),
+            1,
+            q.size(2),
+            BLOCK,
+            q_data_type=q.dtype,
+            kv_data_type=k_pages.dtype,
+        )
+
+        def run() -> tuple[Tensor, Tensor]:
+            out, lse = wrapper.run(q, (k_pages, v_pages), return_lse=True)
+            return out, lse * math.log(2)  # it counts in powers of 2
+
+        return run
 
     def _select(self, inputs: Inputs):
         shape, keys = inputs.shape, inputs.index_k_cache[:, None]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from msa_kernels import Batch
+from msa_kernels import Batch, is_supported
 
 from .cache import PAGE_TOKENS, PagePool, make_layer_caches, pages_for
-from .config import ModelConfig
+from .config import MSA_ATTENTION, ModelConfig
 from .media import FeatureCache, Medium, PromptMedia
 from .model import Model
 from .sampling import SamplingParams, sample
@@ -42,7 +42,18 @@ class Engine:
             max_step_tokens: most tokens of one step; a longer prompt is computed in chunks.
             max_running: most requests that share the steps; others wait.
             feature_bytes: the tower's outputs that are kept for media that may come again.
+
+        Raises:
+            ValueError: the library has no kernel for the model's dtype on its device, which the
+                first step would find out.
         """
+        operators = ["write_cache", "paged_decode"]
+        if MSA_ATTENTION in model.config.layer_types:
+            operators += ["select_blocks", "sparse_prefill", "sparse_decode"]
+        for operator in operators:
+            supported, reason = is_supported(operator, model.device, model.dtype)
+            if not supported:
+                raise ValueError(f"model: {reason}")
         self.model = model
         self.tower = tower
         self.features = FeatureCache(feature_bytes)

@@ -20,7 +20,8 @@ class KVBlockSchedule(NamedTuple):
     row_ptr[-1]."""
     work_items: Tensor
     """[W, 3] int32: (row, begin, end), a slice of `pairs` of one row of at most
-    max_queries_per_item entries; -1 past num_work_items."""
+    max_queries_per_item entries, rows ascending; a row is cut into as few as will do, of sizes at
+    most one apart, longer ones first; -1 past num_work_items."""
     num_work_items: Tensor
     """[1] int32."""
 
@@ -45,7 +46,7 @@ def kv_block_schedule(
         max_queries_per_item: a row with more pairs than this becomes several work items.
 
     Returns:
-        A `KVBlockSchedule`. Rows appear in ascending order in `work_items`.
+        A `KVBlockSchedule`.
 
     Raises:
         ValueError: a shape, dtype, device or number that the operator does not take, or Hkv * T * K

@@ -31,7 +31,8 @@ def kv_block_schedule(
     Row = (h * B + b) * max_blocks + j; pair = t * K + k where ids[h, t, k] = j counts.
     row_ptr [Hkv * B * max_blocks + 1]; pairs [Hkv * T * K], by row and then ascending, -1 behind;
     work_items [min(rows, pairs) + pairs // max_queries_per_item, 3] = (row, begin, end): each row's
-    pairs cut after every `max_queries_per_item`, -1 behind; num_work_items [1].
+    pairs in as few items of at most `max_queries_per_item` as will do, their sizes at most one
+    apart, longer ones first; -1 behind; num_work_items [1].
     """
     num_heads, num_tokens, topk = ids.shape
     num_requests = seq_lens.numel()
@@ -52,11 +53,12 @@ def kv_block_schedule(
     pairs = torch.full((size,), -1, **new)
     pairs[: pair.numel()] = pair.int()
 
-    items = [
-        (r, begin, min(begin + max_queries_per_item, end))
-        for r, (first, end) in enumerate(itertools.pairwise(row_ptr.tolist()))
-        for begin in range(first, end, max_queries_per_item)
-    ]
+    items = []
+    for r, (begin, end) in enumerate(itertools.pairwise(row_ptr.tolist())):
+        for left in range(-(-(end - begin) // max_queries_per_item), 0, -1):
+            size_of_item = -(-(end - begin) // left)
+            items.append((r, begin, begin + size_of_item))
+            begin += size_of_item
     work_items = torch.full((min(num_rows, size) + size // max_queries_per_item, 3), -1, **new)
     if items:
         work_items[: len(items)] = torch.tensor(items, **new)

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("av")
 
-from bench.gateway import giveback, load, material
+from bench.gateway import load
 from bench.gateway.__main__ import main
 from bench.gateway.processes import use_of
 
@@ -60,16 +60,6 @@ def test_quantiles_and_counts():
     one = load.Outcome("x", 2.0, [0.1 * i for i in range(1, 101)], Counter(a=2), 1)
     assert one.ended == 103
     assert one.quantile(0.5) == pytest.approx(5.1) and one.quantile(0.99) == pytest.approx(10.0)
-
-
-def test_give_back_measures_all_arrangements(tmp_path):
-    photo = tmp_path / "photo.jpg"
-    photo.write_bytes(material.photo(240, 320))
-    results = giveback.run(photo, None, 20.0, 1, 0.5, 1)
-    assert [one.arrangement for one in results] == list(giveback.ARRANGEMENTS)
-    assert all(one.tokens_s > 0 and one.step_p99_ms >= one.step_p50_ms for one in results)
-    assert results[0].images_s == 0 and results[1].images_s > 0 and results[2].images_s > 0
-    assert len(rows_of(giveback.table(results))) == 4
 
 
 def test_use_counts_children_and_those_that_ended():

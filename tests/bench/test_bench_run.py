@@ -1,6 +1,8 @@
 """The command line on the CPU, with the same cases made small."""
 
 import dataclasses
+import os
+import subprocess
 import sys
 
 import pytest
@@ -10,6 +12,7 @@ from bench import cases, check, rows, runner
 from bench.__main__ import main
 from bench.inputs import DTYPES, LAYOUTS, Inputs, Shape
 from bench.operators import OPERATORS
+from bench.peers import NAMES
 
 SMALL = Shape((6, 1), (2300, 400), num_q_heads=4, num_kv_heads=2)
 
@@ -208,6 +211,30 @@ def test_near_ties_pass_and_others_do_not():
     assert not check.chosen(torch.tensor([[[0, 1, 2]]]), scores, visible, slack).ok
 
 
+def test_each_table_beside_its_own_peers(monkeypatch, tmp_path):
+    monkeypatch.delenv("MSA_BENCH_PEER_DIR", raising=False)
+    table = {"phase": "decode", "model": "m3-tp4", "cases": [[1, 1, 300]]}
+    tables = [{**table, "ops": ["sparse_decode"], "peers": ["torch", "vllm"]}]
+    tables += [{**table, "ops": ["topk_blocks"]}]
+    monkeypatch.setattr(cases, "shape_sets", lambda: {"made": {"tables": tables}})
+    for words, expected in (
+        ("table", {"sparse_decode": ["torch", "vllm"], "topk_blocks": [None]}),
+        ("table,dense", {"sparse_decode": ["torch", "vllm", "dense"], "topk_blocks": ["dense"]}),
+        ("dense", {"sparse_decode": ["dense"], "topk_blocks": ["dense"]}),
+    ):
+        path = tmp_path / words
+        path.mkdir()
+        code, found = run("all", "--preset", "made", "--peers", words, tmp_path=path)
+        by_op = {op: [row.peer for row in found if row.op == op] for op in expected}
+        assert code == 0 and by_op == expected
+
+
+def test_presets_name_peers_that_there_are():
+    named = [case.peers for name in cases.shape_sets() for case in cases.expand(["all"], [name])]
+    assert {peer for peers in named for peer in peers} <= set(NAMES)
+    assert all(case.peers for case in cases.expand(["all"], ["peers-prefill", "decode-rollout"]))
+
+
 def test_runs_without_rich(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "rich.progress", None)
     code, _ = run("topk_blocks", "--quick", tmp_path=tmp_path)
@@ -215,15 +242,29 @@ def test_runs_without_rich(monkeypatch, tmp_path, capsys):
 
 
 def test_gpu_check_leaves_its_files(tmp_path):
-    import subprocess
-
-    command = [sys.executable, "-m", "bench.gpu_check", "--out", str(tmp_path), "--device", "cpu"]
+    tool = tmp_path / "bin" / "compute-sanitizer"
+    tool.parent.mkdir()
+    tool.write_text('#!/bin/sh\necho "$@"\ntest "$2" = memcheck\n')
+    tool.chmod(0o755)
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "bench.gpu_check", "--out", str(out), "--device", "cpu"]
     command += ["--budget-s", "0", "--peers", "", "--tests", "tests/step5_merge"]
     root = cases.FOLDER.parent.parent
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    assert "info: ok" in done.stdout and "bench: ok" in done.stdout, done.stdout + done.stderr
+    for path, racecheck in ((f"{tool.parent}:{os.environ['PATH']}", 1), (str(tmp_path), 127)):
+        done = subprocess.run(
+            [*command, "--sanitize", "memcheck,racecheck"],
+            cwd=root,
+            env={**os.environ, "PATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert "info: ok" in done.stdout and "bench: ok" in done.stdout, done.stdout + done.stderr
+        assert f"racecheck: exit code {racecheck}" in done.stdout and done.returncode == 1
+        assert ("memcheck: ok" in done.stdout) == (racecheck == 1)
     for name in ("info.txt", "tests.log", "bench.log"):
-        assert (tmp_path / name).stat().st_size > 0
+        assert (out / name).stat().st_size > 0
+    assert "tests.every_kernel --device cpu" in (out / "memcheck.log").read_text()
 
 
 @pytest.mark.gpu

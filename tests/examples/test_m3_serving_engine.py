@@ -5,13 +5,13 @@ import dataclasses
 import hypothesis.strategies as st
 import pytest
 import torch
-from conftest import NEW_TOKENS
 from hypothesis import HealthCheck, given, settings
 
 from examples.m3_serving import Engine, SamplingParams
 from examples.m3_serving.config import DENSE_ATTENTION
 from examples.m3_serving.model import Model
 from examples.m3_serving.scheduler import State
+from tests.examples.conftest import NEW_TOKENS
 
 DRAWN = SamplingParams(temperature=1.0, top_p=0.9, seed=11)
 

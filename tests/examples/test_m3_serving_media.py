@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import IMAGE_ID, VIDEO_ID
 
 from examples.m3_serving import SamplingParams
 from examples.m3_serving.cache import page_key
 from examples.m3_serving.media import FeatureCache, Medium, PromptMedia
 from examples.m3_serving.scheduler import State
 from examples.m3_serving.vision import VisionConfig, segments_of
+from tests.examples.conftest import IMAGE_ID, VIDEO_ID
 
 START, END = 260, 261
 NEW = 12

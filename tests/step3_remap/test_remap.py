@@ -22,7 +22,7 @@ def check(ids, cu_seqlens_q, seq_lens, max_blocks, max_queries_per_item=64):
     schedule = msa_kernels.kv_block_schedule(
         ids, cu_seqlens_q, seq_lens, max_blocks, max_queries_per_item=max_queries_per_item
     )
-    row_ptr, pairs, work_items, _ = reference.kv_block_schedule(
+    row_ptr, pairs, work_items, num_work_items = reference.kv_block_schedule(
         ids, cu_seqlens_q, seq_lens, max_blocks, max_queries_per_item
     )
     got_pairs = schedule.pairs
@@ -36,9 +36,11 @@ def check(ids, cu_seqlens_q, seq_lens, max_blocks, max_queries_per_item=64):
         assert torch.equal(got, want), name
 
     items = schedule.work_items
-    assert items.dtype == torch.int32 and items.shape == work_items.shape
+    assert items.dtype == torch.int32 and torch.equal(items, work_items)
     assert schedule.num_work_items.shape == (1,)
     assert schedule.num_work_items.dtype == torch.int32
+    assert torch.equal(schedule.num_work_items, num_work_items)
+    # What the reference must be, too.
     used = int(schedule.num_work_items)
     assert used <= len(items)
     assert bool((items[used:] == -1).all())

@@ -373,7 +373,9 @@ def test_every_fp8_number(device, require, op):
     seen = exact.isfinite()
     for head in range(2):
         assert torch.equal(out[:256][seen, head, 5].float(), exact[seen])
-        torch.testing.assert_close(lse[:256][seen, head], exact[seen], rtol=1e-6, atol=0)
+        # A weight may stand for 2^-15 of it at most: half a unit in the last place of such an
+        # exponent, in log2 units, is what an LSE near 0 can be off by.
+        torch.testing.assert_close(lse[:256][seen, head], exact[seen], rtol=1e-6, atol=2**-21)
         assert bool(out[:256][~seen, head].isnan().all())
         assert bool(lse[:256][~seen, head].isnan().all())
 

@@ -11,6 +11,7 @@
 // Roles     all threads alike. A unit is 16 bytes of one input row, a token has
 //           2 * Hkv * kRowVectors of K and V and index_vectors of the index key.
 // Registers kUnroll loads of a thread are under way before its first store.
+// Next      the launch of the scores may set itself up beside this one (sm_90).
 // Limits    two tokens with the same slot: either may win. 16-byte aligned rows (checked on the
 //           host); 64-bit offsets.
 #pragma once
@@ -19,6 +20,7 @@
 #include <cuda_runtime.h>
 
 #include "device/common.cuh"
+#include "device/dependent_launch.cuh"
 #include "device/vector_io.cuh"
 #include "step0_write/write_cache_params.h"
 
@@ -105,6 +107,7 @@ template <typename Element, bool kQuantise>
 __global__ void __launch_bounds__(kThreads)
     msa_write_cache_sm80_kernel(const __grid_constant__ WriteCacheParams params,
                                 const WriteGrid grid) {
+  start_next_kernel();
   const int64_t first_token = static_cast<int64_t>(blockIdx.x) * grid.group;
   const int32_t tokens =
       static_cast<int32_t>(min(static_cast<int64_t>(grid.group), params.num_tokens - first_token));

@@ -2,12 +2,13 @@
 
 import base64
 import binascii
-import re
 from urllib.parse import unquote_to_bytes
 
 from .errors import InvalidMedia, InvalidUrl, MediaTooLarge
 
-_WHITESPACE = re.compile(rb"[ \t\r\n\f\v]+")
+_WHITESPACE = b" \t\r\n\f\v"
+_URL_SAFE = bytes.maketrans(b"-_", b"+/")
+_PIECE_CHARS = 1 << 16
 
 
 def is_data_url(url: str) -> bool:
@@ -21,12 +22,23 @@ def decode_base64(text: bytes) -> bytes:
     Raises:
         InvalidMedia: other characters, or cut inside a byte.
     """
-    compact = _WHITESPACE.sub(b"", text).replace(b"-", b"+").replace(b"_", b"/")
-    compact = compact.rstrip(b"=")
+    compact = text.translate(_URL_SAFE, delete=_WHITESPACE).rstrip(b"=")
     try:
         return base64.b64decode(compact + b"=" * (-len(compact) % 4), validate=True)
     except binascii.Error as error:
         raise InvalidMedia(f"the data URL's base64 is corrupt: {error}") from error
+
+
+def _unquoted(text: str) -> bytes:
+    """Bytes of text with escapes, piece by piece: the library makes an object of every escape."""
+    data, at = bytearray(), 0
+    while at < len(text):
+        end = at + _PIECE_CHARS
+        escape = text.rfind("%", end - 2, end)  # one that the end would cut
+        end = end if escape < 0 else escape
+        data += unquote_to_bytes(text[at:end])
+        at = end
+    return bytes(data)
 
 
 def decode_data_url(url: str, max_bytes: int) -> bytes:
@@ -44,7 +56,7 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
     # Refused before anything is copied: escapes are at most 3 characters a byte, base64 4/3.
     if len(body) > 4 * max_bytes + 1024:
         raise MediaTooLarge(f"a medium may have {max_bytes} bytes, this one has more")
-    raw = unquote_to_bytes(body)
+    raw = _unquoted(body)
     data = decode_base64(raw) if is_base64 else raw
     if not data:
         raise InvalidMedia("the data URL is empty")

@@ -23,7 +23,8 @@ from .errors import GatewayError, InvalidMedia, MediaTooLarge
 from .protocols import ClipProbe
 from .sampling import times_from_ticks
 
-CONTAINER_FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif"
+FORMATS = ("MP4", "MOV", "MKV", "WEBM", "AVI", "GIF")
+_DEMUXERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif"
 
 
 @contextmanager
@@ -35,6 +36,8 @@ def _as_invalid_media():
         raise
     except MemoryError as error:
         raise MediaTooLarge("decoding the clip needs more memory than it may take") from error
+    except av.FFmpegError as error:
+        raise InvalidMedia(f"the clip cannot be decoded: {error.strerror}") from error
     except Exception as error:
         raise InvalidMedia(f"the clip cannot be decoded: {error}") from error
 
@@ -71,12 +74,17 @@ def _ebml_size(data: bytes, at: int) -> tuple[int, int] | None:
 
 
 def _open(data: bytes) -> av.container.InputContainer:
-    return av.open(
-        io.BytesIO(data),
-        mode="r",
-        container_options={"format_whitelist": CONTAINER_FORMATS, "protocol_whitelist": "none"},
-        metadata_errors="ignore",
-    )
+    try:
+        return av.open(
+            io.BytesIO(data),
+            mode="r",
+            container_options={"format_whitelist": _DEMUXERS, "protocol_whitelist": "none"},
+            metadata_errors="ignore",
+        )
+    except (av.InvalidDataError, av.ArgumentError) as error:  # no format's bytes, or another's
+        raise InvalidMedia(
+            f"not a readable clip of {', '.join(FORMATS)}, or its index is cut off"
+        ) from error
 
 
 def _video_stream(container: av.container.InputContainer) -> av.VideoStream:

@@ -2,6 +2,7 @@
 
 import io
 import random
+import re
 import wave
 from dataclasses import replace
 from fractions import Fraction
@@ -265,6 +266,31 @@ def test_cover_art_is_not_the_clip():
 def test_what_is_no_clip_is_invalid_media(data):
     with pytest.raises(InvalidMedia):
         run(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"<html>",
+        b"ffconcat version 1.0\nfile a.mkv\n",
+        image_bytes(pattern(40, 40), "PNG"),
+        b"\0\0\0\x18ftypisom",
+    ],
+)
+def test_what_cannot_be_opened_is_told_what_could(data):
+    """In words of this server's, without FFmpeg's name for bytes that have none."""
+    with pytest.raises(InvalidMedia, match="not a readable clip of MP4, MOV, MKV") as caught:
+        run(data)
+    assert "none" not in caught.value.message
+
+
+def test_what_ffmpeg_says_is_told_without_its_numbers():
+    """An index that is whole, and packets that are not what it says."""
+    damaged = MP4[: MP4.index(b"mdat") + 4] + bytes(MP4.index(b"moov") - MP4.index(b"mdat") - 8)
+    damaged += MP4[MP4.index(b"moov") - 4 :]
+    with pytest.raises(InvalidMedia) as caught:
+        run(damaged)
+    assert not re.search(r"Errno|none|\d{4}", caught.value.message)
 
 
 MP4 = clip_bytes(counted(60), 30, container="mp4", codec="mpeg4", pix_fmt="yuv420p")

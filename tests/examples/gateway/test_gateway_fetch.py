@@ -8,8 +8,10 @@ import socket
 import ssl
 import subprocess
 import time
+import tracemalloc
 import zlib
 from shutil import which
+from urllib.parse import unquote_to_bytes
 
 import hypothesis.strategies as st
 import pytest
@@ -532,6 +534,26 @@ def test_data_urls_without_base64_and_their_cap():
     for url in (f"data:;base64,{encoded}", "data:," + "x" * 11, "data:," + "x" * 10_000):
         with pytest.raises(MediaTooLarge):
             decode_data_url(url, 10)
+
+
+@pytest.mark.parametrize("bytes_a_time", [1, 2, 3, 5])
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_escapes_are_read_wherever_they_stand(bytes_a_time, before):
+    """Long texts are read in pieces; an escape is in one of them."""
+    text = "y" * before + ("%41%4z%" + "x" * bytes_a_time) * 30_000
+    assert decode_data_url("data:," + text, 10**6) == unquote_to_bytes(text)
+
+
+@pytest.mark.parametrize("piece", ["%41", "AA%0A", "A ", "AAAA\n", "AA %20", "-_-_"])
+@pytest.mark.parametrize("head", ["", ";base64"])
+def test_no_spelling_of_a_data_url_takes_more_memory_than_a_few_copies(piece, head):
+    url = f"data:{head}," + piece * (4_000_000 // len(piece) // 4 * 4)
+    tracemalloc.start()
+    try:
+        decode_data_url(url, len(url))
+        assert tracemalloc.get_traced_memory()[1] < 5 * len(url)
+    finally:
+        tracemalloc.stop()
 
 
 def test_base64_length_is_the_bytes_length():

@@ -198,6 +198,7 @@ BAD_FIELDS = [
     ({"messages": [{"role": "user", "content": {"type": "text"}}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": [{}] * 4097}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{}] * 100}] * 41}, "messages[40].content"),
     ({"messages": [{**USER, "tool_calls": [{}]}]}, "messages[0].tool_calls"),
     ({"messages": [{**USER, "cache_control": {}}]}, "messages[0].cache_control"),
     ({"messages": [{**USER, "name": 1}]}, "messages[0].name"),
@@ -409,6 +410,9 @@ def test_unknown_paths_and_methods():
         check_error(await client.post("/v1/models", json={}), 405, "method_not_allowed")
         check_error(await client.get("/docs"), 404, "not_found")
         check_error(await client.get("/openapi.json"), 404, "not_found")
+        for path in ("/health/", "/v1/models//", "/v1/chat/completions/"):  # nor led elsewhere
+            answer = await client.get(path)
+            assert answer.status_code == 404 and answer.json()["error"]["code"]
 
     with_client(use)
 

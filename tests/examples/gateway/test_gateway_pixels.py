@@ -81,6 +81,35 @@ def test_golden_clips(case):
     np.testing.assert_allclose(values.ravel()[-4:], case["tail"], atol=1.1 * LEVEL)
 
 
+@pytest.mark.parametrize(
+    "case", GOLDEN["images"], ids=lambda case: "x".join(map(str, case["src_hw"]))
+)
+def test_images_are_those_of_transformers_own_processor(case):
+    """Its PIL one: in every golden case, also where the golden floats' resampler rounds apart."""
+    pytest.importorskip("transformers")
+    from examples.m3_serving.demo_media import patches_of
+
+    source = pattern(*case["src_hw"])
+    patches, grid = rows_of([source], case["resized_hw"])
+    expected, expected_grid = patches_of(source)
+    assert list(grid) == expected_grid
+    np.testing.assert_allclose(normalise(patches, GEOMETRY), expected.numpy(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", "ACDF")
+def test_clips_are_those_of_transformers_own_processor(name):
+    """Those whose frames have the same size under the bounds of images."""
+    pytest.importorskip("transformers")
+    from examples.m3_serving.demo_media import clip_patches_of
+
+    case = next(case for case in GOLDEN["videos"] if case["name"] == name)
+    frames = [pattern(*case["src_hw"], index) for index in case["indices"]]
+    patches, grid = rows_of(frames, case["resized_hw"])
+    expected, expected_grid = clip_patches_of(np.stack(frames))
+    assert list(grid) == expected_grid
+    np.testing.assert_allclose(normalise(patches, GEOMETRY), expected.numpy(), rtol=0, atol=1e-6)
+
+
 @settings(deadline=None, max_examples=25)
 @given(
     frames=st.integers(1, 5),

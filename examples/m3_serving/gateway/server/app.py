@@ -29,7 +29,15 @@ def create_app(service: ChatService) -> FastAPI:
         finally:
             await service.close()
 
-    app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    # A path with a slash too many is not found: a redirect would name the Host that the client
+    # sent, under the scheme this server sees behind its proxy.
+    app = FastAPI(
+        lifespan=lifespan,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     app.add_route("/v1/chat/completions", ChatEndpoint(service), methods=["POST"])
 
     @app.get("/v1/models")

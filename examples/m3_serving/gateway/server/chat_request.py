@@ -18,7 +18,7 @@ from ..protocols import MediaItem, MediaOptions, MediaSlot, MediaSource, Modalit
 from .template import Message
 
 MAX_MESSAGES = MAX_PARTS = 4096
-"""of a request, of a message"""
+"""of a request; parts are those of all its messages"""
 MAX_STOPS, MAX_STOP_CHARS = 4, 1024
 
 T = TypeVar("T")
@@ -303,6 +303,15 @@ def _messages(value: Any, param: str) -> list[Any]:
         raise InvalidParameter(
             f"{param} may have {MAX_MESSAGES} entries, got {len(messages)}", param=param
         )
+    parts = 0
+    for i, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, dict) else None
+        parts += len(content) if isinstance(content, list) else 0
+        if parts > MAX_PARTS:
+            path = f"{param}[{i}].content"
+            raise InvalidParameter(
+                f"{path}: a request may have {MAX_PARTS} parts, got {parts} up to here", param=path
+            )
     return messages
 
 
@@ -339,8 +348,6 @@ def _content(value: Any, path: str, media: list[MediaItem]) -> tuple[str | Media
         raise InvalidParameter(
             f"{path} must be a string or an array of parts, got {got}", param=path
         )
-    if len(value) > MAX_PARTS:
-        raise InvalidParameter(f"{path} may have {MAX_PARTS} parts, got {len(value)}", param=path)
     return tuple(_part(part, f"{path}[{i}]", media) for i, part in enumerate(value))
 
 

@@ -19,6 +19,7 @@ from . import shared_memory
 from . import worker_pb2 as pb
 from .messages import Payload, start_message
 from .methods import CHANNEL_OPTIONS, FIELD_KEY, GENERATE, HEALTH, PROTOCOL
+from .transport import ChunkedTransport, SharedFileTransport, TensorTransport
 
 log = logging.getLogger(__name__)
 
@@ -237,9 +238,7 @@ class _Attempt:
         self._request: GenerateRequest | None = request
         self._payload: Payload | None = payload
         self._options = options
-        self._directory = options.shared_directory or ""
-        self._shared_name: str | None = None
-        self._writing: asyncio.Future[None] | None = None
+        self._transport: TensorTransport = ChunkedTransport()
         self._call: grpc.aio.StreamStreamCall | None = None
         self._bytes = sum(len(data) for data in payload.bytes_of)
         worker.in_flight += 1
@@ -254,8 +253,8 @@ class _Attempt:
             raise _NotAccepted("it did not take the request in time") from None
 
     async def _send(self) -> None:
-        await self._share()
-        start = start_message(self._request, self._payload, self._shared_name)
+        await self._put()
+        start = start_message(self._request, self._payload, self._transport.name)
         method = self.worker.channel.stream_stream(
             GENERATE, pb.Message.SerializeToString, pb.Reply.FromString
         )
@@ -263,8 +262,8 @@ class _Attempt:
         try:
             await self._own(call.write(start))
             await self._expect("admitted")
-            for chunk in () if self._shared_name else self._payload.chunks():
-                await self._own(call.write(chunk))
+            for message in self._transport.following(self._payload):
+                await self._own(call.write(message))
             await self._own(call.done_writing())
             await self._expect("accepted")
         except (
@@ -272,7 +271,7 @@ class _Attempt:
             asyncio.InvalidStateError,
         ) as error:  # or ended before a write
             raise await self._refusal(call) from error
-        self._unshare()
+        self._transport.close()
         self._request = self._payload = None
 
     async def _expect(self, part: str) -> None:
@@ -292,38 +291,26 @@ class _Attempt:
                 raise WorkerLost("the gateway is shutting down") from None
             raise
 
-    async def _share(self) -> None:
+    async def _put(self) -> None:
         """Puts the payload where the worker can read it, if that is possible."""
-        if not (self._payload.large and self._directory and self.worker.may_share):
+        directory = self._options.shared_directory
+        if not (self._payload.large and directory and self.worker.may_share):
             return
-        identity = shared_memory.identity(self._directory)
+        identity = shared_memory.identity(directory)
         if not identity or identity != self.worker.shared:
             return
-        name = shared_memory.new_name()
-        write = asyncio.to_thread(shared_memory.write, self._directory, name, self._payload.parts())
-        self._writing = asyncio.ensure_future(write)
-        self._shared_name = name
+        self._transport = SharedFileTransport(directory)
         try:
-            await asyncio.shield(self._writing)
+            await self._transport.put(self._payload)
         except OSError:  # no room there
-            self._shared_name = None
-
-    def _unshare(self) -> None:
-        if self._shared_name is None:
-            return
-        name, self._shared_name = self._shared_name, None
-        if self._writing.done():
-            shared_memory.remove(self._directory, name)
-        else:  # cancelled meanwhile, but a thread cannot be
-            directory = self._directory
-            self._writing.add_done_callback(lambda _: shared_memory.remove(directory, name))
+            self._transport = ChunkedTransport()
 
     async def _refusal(self, call: grpc.aio.StreamStreamCall) -> Exception:
         """What the status of a call means that ended before the acceptance."""
         code, details = await call.code(), await call.details() or "no reason given"
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             return _NotAccepted(details, busy=True)
-        if code is grpc.StatusCode.NOT_FOUND and self._shared_name is not None:
+        if code is grpc.StatusCode.NOT_FOUND and self._transport.name is not None:
             self.worker.may_share = False
             return _NotAccepted(details, again=True)
         if code is grpc.StatusCode.INTERNAL and details == _STATUS_LOST:
@@ -365,7 +352,7 @@ class _Attempt:
 
     def close(self) -> None:
         """Ends the call, if it is not over, and what was left for the worker."""
-        self._unshare()
+        self._transport.close()
         if self._call is not None:
             self._call.cancel()
         self.worker.in_flight -= 1

@@ -1,0 +1,122 @@
+"""`python -m tests.every_kernel`: each operator on shapes that reach each of its kernels, once.
+
+Small, and without a look at results: for compute-sanitizer, which `python -m bench.gpu_check
+--sanitize memcheck,racecheck` runs over it. MSA_FORCE_PORTABLE=1 gives a Hopper GPU the others'
+kernels.
+"""
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+
+import msa_kernels as msa
+from tests.inputs import FP8, make_case
+
+BF16 = torch.bfloat16
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs all calls; prints each before it starts."""
+    parser = argparse.ArgumentParser(prog="python -m tests.every_kernel", description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    device = parser.parse_args(argv).device
+    for name, call in calls(device):
+        print(name, flush=True)
+        call()
+        if device != "cpu":
+            torch.cuda.synchronize()
+    return 0
+
+
+def calls(device: str) -> Iterator[tuple[str, callable]]:
+    """(what it is, a call without arguments)."""
+    for cache in (BF16, FP8):
+        yield from _attend(device, cache)
+        yield from _select(device, cache)
+        case = make_case([(3, 300), (70, 700)], dtype=BF16, cache_dtype=cache, device=device)
+        new = (case.k, case.v, case.index_k, case.slot_mapping)
+        caches = (case.k_cache, case.v_cache, case.index_k_cache)
+        yield f"write_cache {cache}", _later(msa.write_cache, *new, *caches, **case.scales)
+
+    for heads, tokens, blocks in ((2, 5, 20), (1, 40, 900), (1, 3, 5000)):
+        scores = torch.randn(heads, tokens, blocks).to(device)
+        visible = torch.full((tokens,), blocks, dtype=torch.int32, device=device)
+        yield f"topk_blocks {blocks}", _later(msa.topk_blocks, scores, visible, 16)
+
+    case = make_case([(70, 2500), (3, 300)], hq=8, hkv=4, dtype=BF16, device=device)
+    schedule = (case.ids, case.cu_seqlens_q, case.seq_lens, case.block_table.size(1))
+    yield "kv_block_schedule", _later(msa.kv_block_schedule, *schedule, max_queries_per_item=16)
+    view = (case.ids, *case.batch, case.k_cache, case.v_cache)
+    yield "decode_view", _later(msa.decode_view, *view)
+
+    for parts in (2, 5, 16):
+        outs = torch.randn(parts, 9, 16, 128).to(device, BF16)
+        lses = torch.randn(parts, 9, 16).to(device)
+        yield f"merge_lse {parts}", _later(msa.merge_lse, outs, lses)
+        yield f"merge_lse {parts} apart", _later(msa.merge_lse, list(outs), list(lses))
+
+    for frames in (1, 2):
+        patches = torch.zeros(70, frames * 588, dtype=torch.uint8, device=device)
+        for dtype in (torch.float32, BF16):
+            yield (
+                f"normalize_patches {frames} {dtype}",
+                _later(msa.normalize_patches, patches, [0.5] * 3, [0.25] * 3, dtype=dtype),
+            )
+
+
+def _attend(device: str, cache: torch.dtype) -> Iterator[tuple[str, callable]]:
+    prefill = {
+        # few tokens; enough for query-major tiles; one selection for all; nothing to select
+        "few": dict(lengths=[(60, 2600), (5, 300)], hq=64, hkv=4),
+        "tiles": dict(lengths=[(280, 2900), (30, 2500)], hq=64, hkv=4),
+        "shared": dict(lengths=[(280, 2900)], hq=64, hkv=4, selection="same"),
+        "narrow": dict(lengths=[(280, 700), (30, 300)], hq=16, hkv=2, max_pages=8),
+        **{f"G {group}": dict(lengths=[(90, 2600)], hq=group, hkv=1) for group in (1, 2, 4, 8)},
+    }
+    for name, kind in prefill.items():
+        case = make_case(dtype=BF16, cache_dtype=cache, device=device, **kind)
+        run = _later(msa.sparse_prefill, *case.attend_args, **case.scales, return_lse=True)
+        yield f"sparse_prefill {name} {cache}", run
+    case = make_case(dtype=BF16, cache_dtype=cache, device=device, **prefill["tiles"])
+    run = _later(msa.sparse_prefill, *case.attend_args, **case.scales, batch_invariant=True)
+    yield f"sparse_prefill batch_invariant {cache}", run
+
+    for requests, q_len, group in ((1, 1, 16), (9, 1, 16), (3, 8, 16), (34, 8, 16), (70, 4, 8)):
+        lengths = [(q_len, 2100 + i) for i in range(requests)]
+        case = make_case(lengths, hq=4 * group, hkv=4, dtype=BF16, cache_dtype=cache, device=device)
+        run = _later(msa.sparse_decode, *case.attend_args, **case.scales, return_lse=True)
+        yield f"sparse_decode B {requests} q {q_len} G {group} {cache}", run
+    for blocks in (3, 90):
+        case = make_case(
+            [(1, 128 * blocks - 5), (2, 200)],
+            hq=8,
+            hkv=1,
+            dtype=BF16,
+            cache_dtype=cache,
+            device=device,
+        )
+        args = (case.q, case.k_cache, case.v_cache, case.block_table, case.seq_lens)
+        run = _later(
+            msa.paged_decode, *args, cu_seqlens_q=case.cu_seqlens_q, return_lse=True, **case.scales
+        )
+        yield f"paged_decode {blocks} pages {cache}", run
+
+
+def _select(device: str, index: torch.dtype) -> Iterator[tuple[str, callable]]:
+    for name, lengths in {
+        "decode": [(1, 2900), (1, 5)],
+        "drafts": [(8, 2900), (3, 300)],
+        "prefill": [(280, 2900), (30, 300)],
+    }.items():
+        case = make_case(lengths, hq=64, hkv=4, dtype=BF16, index_dtype=index, device=device)
+        yield f"select_blocks {name} {index}", _later(msa.select_blocks, *case.index_args, 16)
+        yield f"index_score {name} {index}", _later(msa.index_score, *case.index_args)
+
+
+def _later(function, *args, **options):
+    return lambda: function(*args, **options)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
