@@ -96,10 +96,10 @@ __device__ __forceinline__ int32_t page_of(const BatchView& batch, int64_t reque
 __device__ __forceinline__ int32_t selected_block(const IdsView& ids, const BatchView& batch,
                                                   int64_t num_pages, const TokenPosition& position,
                                                   int64_t head, int64_t token, int32_t slot) {
-  // First, so that it waits for no length: slot < K holds for every caller.
-  const int64_t id = load_id(ids, head, token, slot);
   const int32_t visible = position.request < 0 ? 0 : visible_blocks(batch, position.pos);
-  if ((slot >= visible) | (id < 0) | (id >= visible)) return -1;
+  if (slot >= visible) return -1;  // slot < K holds for every caller
+  const int64_t id = load_id(ids, head, token, slot);
+  if (id < 0 || id >= visible) return -1;
   if (batch.block_table == nullptr) return static_cast<int32_t>(id);
   const int32_t page = page_of(batch, position.request, id);
   return page >= 0 && page < num_pages ? static_cast<int32_t>(id) : -1;

@@ -50,13 +50,12 @@ inline DecodeParams plan_decode(const AttendParams& attend, const IdsView& ids, 
           0};
 }
 
-// Tokens of a tile of draft tokens, 0 where such tiles do not pay. With few tokens a request most
-// of a product's rows are empty, and pairs read little more. A tile has an SM of its own and cannot
-// use much more than its share of the memory's speed: tiles must fill the machine, the last round
-// of them too. Requests of more tokens than a tile holds are cut evenly.
-// docs/kernels/sparse_decode.md
+// Tokens of a tile of draft tokens, 0 where such tiles do not pay: of one or two tokens a request
+// there is little to share, and a tile, which has an SM of its own, cannot use much more than its
+// share of the memory's speed: tiles must fill the machine, the last round of them too. Requests of
+// more tokens than a tile holds are cut evenly. docs/kernels/sparse_decode.md
 inline int32_t draft_tile_tokens(const DecodeParams& params) {
-  constexpr int64_t kFewTokens = 5, kSms = 132;
+  constexpr int64_t kFewTokens = 3, kSms = 132;
   const int64_t each = params.tokens_each, group_size = params.attend.group_size;
   if (group_size < 8 || each < kFewTokens) return 0;
   const int64_t most =

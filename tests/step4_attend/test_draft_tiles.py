@@ -87,7 +87,7 @@ def test_shares_of_blocks(hq, hkv, topk, share):
     check(case.with_(ids=shared_selection(case, share)))
 
 
-@pytest.mark.parametrize("tokens", range(5, 18))
+@pytest.mark.parametrize("tokens", range(3, 18))
 @pytest.mark.parametrize(("hq", "hkv"), [(64, 4), (32, 4)])
 def test_tokens_of_a_request(hq, hkv, tokens):
     """More than a tile holds are cut; on both sides of where they are."""
