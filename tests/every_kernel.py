@@ -82,7 +82,8 @@ def _attend(device: str, cache: torch.dtype) -> Iterator[tuple[str, callable]]:
     run = _later(msa.sparse_prefill, *case.attend_args, **case.scales, batch_invariant=True)
     yield f"sparse_prefill batch_invariant {cache}", run
 
-    for requests, q_len, group in ((1, 1, 16), (9, 1, 16), (3, 8, 16), (34, 8, 16), (70, 4, 8)):
+    decode = ((1, 1, 16), (9, 1, 16), (3, 8, 16), (33, 8, 16), (34, 8, 16), (70, 4, 8))
+    for requests, q_len, group in decode:
         lengths = [(q_len, 2100 + i) for i in range(requests)]
         case = make_case(lengths, hq=4 * group, hkv=4, dtype=BF16, cache_dtype=cache, device=device)
         run = _later(msa.sparse_decode, *case.attend_args, **case.scales, return_lse=True)

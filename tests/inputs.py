@@ -396,6 +396,29 @@ def make_selection(kind: str, visible: Tensor, hkv: int, topk: int, seed: int = 
     return ids if kind == "int64" else ids.int()
 
 
+def shared_selection(case: Case, share: float, seed: int = 0) -> Tensor:
+    """ids [Hkv, T, K] for the case, on its device, of which neighbouring tokens have about `share`
+    in common: 16 tokens draw together. What stands after a row's entries is no block."""
+    rng = torch.Generator(case.q.device).manual_seed(seed)
+    visible, topk = case.visible.to(case.q.device).long(), case.topk
+    heads, tokens = case.ids.size(0), case.num_tokens
+    blocks = int(visible.max()) if tokens else 0
+    kw = {"generator": rng, "device": case.q.device}
+    together = torch.rand(heads, -(-tokens // 16), blocks, **kw).repeat_interleave(16, 1)[
+        :, :tokens
+    ]
+    alone = torch.rand(heads, tokens, blocks, **kw)
+    score = together + (1 - share) * 4 * alone
+    block = torch.arange(blocks, device=case.q.device)
+    score = score.masked_fill(block >= visible[:, None], -1.0)
+    score = score.masked_fill(block == visible[:, None] - 1, 100.0)  # the own block
+    ids = score.topk(min(topk, blocks), dim=-1).indices
+    ids = torch.nn.functional.pad(ids, (0, topk - ids.size(-1)), value=2**31 - 1)
+    count = visible.clamp(max=topk)[None, :, None]
+    ids = ids.masked_fill(torch.arange(topk, device=ids.device) >= count, 2**31 - 1)
+    return ids.sort(-1).values.int()
+
+
 def sparse_view(x: Tensor) -> Tensor:
     """The same numbers as a slice of a tensor twice as wide, with large numbers between."""
     wide = torch.full([2 * n + 1 for n in x.shape], 10**6 + 7, dtype=x.dtype, device=x.device)

@@ -11,8 +11,10 @@
 // tiles, and leaves the slots to the next. The host launches as many rounds as the worst selection
 // needs; coherent ones fit the first.
 //
-// Where no request has more blocks than a token selects (`narrow`), every tile is query-major with
-// whatever blocks its tokens selected, nothing is left over, and tiles do not cross requests.
+// Where no request has more blocks than a token selects, tiles are of requests (`by_request`): they
+// do not cross requests, and every one is query-major with whatever blocks its tokens selected.
+// Nothing is left over, and a token's bits do not depend on who shares its tile. So are the tiles
+// that sparse_decode makes of draft tokens, without a plan in memory (decode_tile_kernel.cuh).
 //
 // Calls of few tokens (`short_call`) have no query-major tiles, too few to keep a GPU busy, and one
 // round: their plan is one small launch.
@@ -42,7 +44,7 @@ constexpr int64_t kChunksWanted = 264;  // two a multiprocessor of a large GPU
 
 // What a call needs, from its shapes alone.
 struct PrefillSizes {
-  bool narrow;                               // see above
+  bool by_request;                           // see above
   bool query_major;                          // may tiles be query-major
   bool short_call;                           // see above
   int64_t tile_tokens, group_tokens, tiles;  // tiles of a head
@@ -66,10 +68,10 @@ inline PrefillSizes prefill_sizes(int64_t num_tokens, int64_t num_kv_heads, int6
   sizes.group_tokens = kGroupRows / group_size;
   sizes.tile_tokens = group_size >= 8 ? kTileGroups * sizes.group_tokens : kMaxTileTokens;
   sizes.tiles = (num_tokens + sizes.tile_tokens - 1) / sizes.tile_tokens;
-  sizes.narrow = group_size >= 8 && !batch_invariant && max_pages <= topk;
-  sizes.query_major = sizes.narrow || (group_size >= 8 && !batch_invariant &&
-                                       sizes.tiles * num_kv_heads >= kMinQueryTiles);
-  if (sizes.narrow) {
+  sizes.by_request = group_size >= 8 && !batch_invariant && max_pages <= topk;
+  sizes.query_major = sizes.by_request || (group_size >= 8 && !batch_invariant &&
+                                           sizes.tiles * num_kv_heads >= kMinQueryTiles);
+  if (sizes.by_request) {
     sizes.tiles = num_tokens / sizes.tile_tokens + std::min(num_requests, num_tokens);
     sizes.rounds = 1;
     return sizes;
@@ -103,13 +105,33 @@ inline PrefillSizes prefill_sizes(int64_t num_tokens, int64_t num_kv_heads, int6
   return sizes;
 }
 
-struct TileBlock {
+struct alignas(8) TileBlock {
   int32_t block;
-  uint32_t tokens;  // bit i: token i of the tile attends to it query-major
+  uint32_t tokens;  // bit i: token i of the tile attends to it query-major; and kPartlyShared
 };
 
-struct TilePlace {
+// Of TileBlock::tokens: in some group that shares the block, not all tokens do. Their weights are 0
+// in the group's product, and 0 * NaN is NaN: V must be clean of it.
+constexpr uint32_t kPartlyShared = 1u << 31;
+static_assert(kMaxTileTokens < 31, "a bit each beside the mark");
+
+// `tokens`, with the mark where it is due; the tile has `tile_tokens` tokens.
+constexpr uint32_t marked_if_partly(uint32_t tokens, int tile_tokens, int group_tokens) {
+  const uint32_t all = (1u << tile_tokens) - 1;
+  for (int group = 0; group < kTileGroups; ++group) {
+    const uint32_t mask = ((1u << group_tokens) - 1) << group * group_tokens;
+    const uint32_t members = tokens & mask;
+    if (members != 0 && members != (all & mask)) return tokens | kPartlyShared;
+  }
+  return tokens;
+}
+
+// A tile of a request.
+struct alignas(32) RequestTile {
+  int32_t blocks;  // of its list; 0: there is nothing to attend to, or no such tile
   int32_t first_token, tokens;
+  int32_t request, pos;  // of the first token
+  int32_t seq_len;       // of the request
 };
 
 struct Pair {
@@ -134,19 +156,19 @@ struct PrefillPlan {
   int64_t num_rows;       // of a round: Hkv * B * max_pages; row as in the remap
   int64_t chunk_rows;     // places of a chunk in chunk_base
 
-  int32_t* tile_blocks;     // [Hkv * tiles]: shared blocks, 0 where the tile is not query-major
-  int32_t* tile_round;      // [Hkv * tiles]
-  TileBlock* tile_list;     // [Hkv * tiles][tile_capacity], ascending by block
-  TilePlace* tile_place;    // [Hkv * tiles]: narrow calls only
-  uint32_t* leftovers;      // [Hkv * T]: how many
-  int32_t* first_slot;      // [Hkv * T], within the round
-  uint32_t* leftover_mask;  // [Hkv * T]: bit k
-  uint32_t* entry_rank;     // [Hkv * T * K]: of a leftover among its chunk's in the same row
-  uint32_t* chunk_base;     // [Hkv * chunks][chunk_rows]: the row's pairs of other chunks before
-  int32_t* next_slot;       // [1], cleared with the counters
-  Pair* pairs;              // [Hkv * T * K], by round and row
-  WorkItem* work_items;     // [max_items]
-  int32_t* round_items;     // [rounds + 1]: first work item of each round
+  int32_t* tile_blocks;        // [Hkv * tiles]: shared blocks, 0 where the tile is not query-major
+  int32_t* tile_round;         // [Hkv * tiles]
+  TileBlock* tile_list;        // [Hkv * tiles][tile_capacity], ascending by block
+  RequestTile* request_tiles;  // [Hkv * tiles]: by_request only, which needs this and tile_list
+  uint32_t* leftovers;         // [Hkv * T]: how many
+  int32_t* first_slot;         // [Hkv * T], within the round
+  uint32_t* leftover_mask;     // [Hkv * T]: bit k
+  uint32_t* entry_rank;        // [Hkv * T * K]: of a leftover among its chunk's in the same row
+  uint32_t* chunk_base;        // [Hkv * chunks][chunk_rows]: the row's pairs of other chunks before
+  int32_t* next_slot;          // [1], cleared with the counters
+  Pair* pairs;                 // [Hkv * T * K], by round and row
+  WorkItem* work_items;        // [max_items]
+  int32_t* round_items;        // [rounds + 1]: first work item of each round
 };
 
 }  // namespace msa

@@ -27,6 +27,20 @@ struct SparseAttendParams : AttendParams {
   bool batch_invariant;
 };
 
+// Whether the caches and q can have tensor maps, which have no strides of 0, as expanded tensors
+// do, and no empty axes.
+inline bool fits_tensor_maps(const AttendParams& params) {
+  const auto zero = [](int64_t size, int64_t stride) { return size > 1 && stride == 0; };
+  for (const PagedView* cache : {&params.k_cache, &params.v_cache}) {
+    if (cache->num_pages == 0 || zero(cache->num_pages, cache->page_stride) ||
+        zero(params.num_kv_heads, cache->head_stride) || cache->token_stride == 0) {
+      return false;
+    }
+  }
+  return !zero(params.batch.num_tokens, params.q.token_stride) &&
+         !zero(params.num_kv_heads * params.group_size, params.q.head_stride);
+}
+
 // Scratch memory of a call on the context's device; bounded, see docs/kernels.
 int64_t sparse_prefill_workspace_bytes(const SparseAttendParams& params,
                                        const ExecContext& context);
@@ -34,7 +48,7 @@ int64_t sparse_decode_workspace_bytes(const SparseAttendParams& params, const Ex
 int64_t paged_decode_workspace_bytes(const AttendParams& params, const ExecContext& context);
 
 void run_sparse_prefill(const SparseAttendParams& params, const ExecContext& context);
-// Hopper's kernels, where runs_sm90() says so.
+// Hopper's kernels, where runs_sm90() and fits_tensor_maps() say so.
 int64_t sparse_prefill_sm90_workspace_bytes(const SparseAttendParams& params);
 void run_sparse_prefill_sm90(const SparseAttendParams& params, const ExecContext& context);
 void run_sparse_decode(const SparseAttendParams& params, const ExecContext& context);

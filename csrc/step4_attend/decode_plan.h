@@ -4,12 +4,15 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "step3_remap/prefill_plan.h"
 #include "step4_attend/attend_params.h"
 
 namespace msa {
 
 constexpr int64_t kMaxClusterSplits = 16;  // parts of a row that merge in a cluster
 constexpr int64_t kMaxSplits = 128;        // parts of a row that merge by a second launch
+constexpr int kDraftGroups = 2;            // of a tile of draft tokens: kGroupRows rows each
+constexpr int kDraftEntries = 256;         // (token, k) of such a tile
 
 // What the kernels of sparse_decode and paged_decode take.
 struct DecodeParams {
@@ -18,6 +21,7 @@ struct DecodeParams {
   int64_t num_units;    // T * Hkv; unit h * T + t
   int32_t splits;       // CTAs of a unit
   int32_t tokens_each;  // T / B: where a token's request is looked for first
+  int32_t tile_tokens;  // tiles of draft tokens only: the most that one has
 };
 
 // Parts that each (token, KV head) is cut in, a power of two. `blocks`: the most that a row may
@@ -38,8 +42,30 @@ inline int64_t decode_splits(int64_t num_units, int64_t blocks) {
 inline DecodeParams plan_decode(const AttendParams& attend, const IdsView& ids, int64_t blocks) {
   const int64_t units = attend.batch.num_tokens * attend.num_kv_heads;
   const int64_t each = attend.batch.num_tokens / std::max<int64_t>(1, attend.batch.num_requests);
-  return {attend, ids, units, static_cast<int32_t>(decode_splits(units, blocks)),
-          static_cast<int32_t>(std::max<int64_t>(1, each))};
+  return {attend,
+          ids,
+          units,
+          static_cast<int32_t>(decode_splits(units, blocks)),
+          static_cast<int32_t>(std::max<int64_t>(1, each)),
+          0};
+}
+
+// Tokens of a tile of draft tokens, 0 where such tiles do not pay: of one or two tokens a request
+// there is little to share, and a tile, which has an SM of its own, cannot use much more than its
+// share of the memory's speed: tiles must fill the machine, the last round of them too. Requests of
+// more tokens than a tile holds are cut evenly. docs/kernels/sparse_decode.md
+inline int32_t draft_tile_tokens(const DecodeParams& params) {
+  constexpr int64_t kFewTokens = 3, kSms = 132;
+  const int64_t each = params.tokens_each, group_size = params.attend.group_size;
+  if (group_size < 8 || each < kFewTokens) return 0;
+  const int64_t most =
+      std::min<int64_t>(kDraftGroups * kGroupRows / group_size, kDraftEntries / params.ids.topk);
+  const int64_t request_tiles = (each + most - 1) / most;
+  const int64_t tiles =
+      request_tiles * params.attend.batch.num_requests * params.attend.num_kv_heads;
+  const int64_t rounds = (tiles + kSms - 1) / kSms;
+  if (10 * tiles < 9 * rounds * kSms || tiles == 0) return 0;
+  return static_cast<int32_t>((each + request_tiles - 1) / request_tiles);
 }
 
 // sm90/: calls small enough that every CTA has an SM of its own, the splits of a unit merged in a
@@ -49,5 +75,7 @@ int32_t decode_cluster_splits(const DecodeParams& params, int64_t blocks,
 void run_decode_cluster(const DecodeParams& params, const ExecContext& context, bool sparse);
 // sm90/, sparse_decode: two neighbouring tokens a CTA, the blocks that they share read once.
 void run_decode_pairs(const DecodeParams& params, const ExecContext& context);
+// sm90/, sparse_decode over bfloat16 caches that fits_tensor_maps(): tiles of a request's tokens.
+void run_decode_tiles(const DecodeParams& params, const ExecContext& context);
 
 }  // namespace msa

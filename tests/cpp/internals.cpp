@@ -12,6 +12,7 @@
 #include "step3_remap/kv_block_schedule_params.h"
 #include "step3_remap/prefill_plan.h"
 #include "step3_remap/work_plan.h"
+#include "step4_attend/decode_plan.h"
 
 namespace py = pybind11;
 
@@ -124,7 +125,7 @@ PYBIND11_MODULE(_internals, module) {
         msa::prefill_sizes(num_tokens, num_kv_heads, group_size, topk, num_requests, max_pages,
                            slot_bytes, budget_bytes, batch_invariant);
     py::dict result;
-    result["narrow"] = sizes.narrow;
+    result["by_request"] = sizes.by_request;
     result["query_major"] = sizes.query_major;
     result["short_call"] = sizes.short_call;
     result["chunk_tiles"] = sizes.chunk_tiles;
@@ -139,6 +140,20 @@ PYBIND11_MODULE(_internals, module) {
     result["max_queries_per_item"] = sizes.max_queries_per_item;
     result["max_items"] = sizes.max_items;
     return result;
+  });
+  module.def("draft_tile_tokens", [](int64_t num_tokens, int64_t num_requests, int64_t num_kv_heads,
+                                     int64_t group_size, int64_t topk) {
+    msa::AttendParams attend{};
+    attend.batch.num_tokens = num_tokens;
+    attend.batch.num_requests = num_requests;
+    attend.num_kv_heads = num_kv_heads;
+    attend.group_size = group_size;
+    msa::IdsView ids{};
+    ids.topk = topk;
+    return msa::draft_tile_tokens(msa::plan_decode(attend, ids, topk));
+  });
+  module.def("marked_if_partly", [](uint32_t tokens, int tile_tokens, int group_tokens) {
+    return msa::marked_if_partly(tokens, tile_tokens, group_tokens);
   });
   // A request's part of a scoring launch: its tokens, their tiles, and the units before each tile.
   module.def("score_plan", [](int64_t token_begin, int64_t token_end, int32_t max_blocks,

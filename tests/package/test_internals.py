@@ -220,7 +220,49 @@ def test_sizes_of_m3():
     for tokens, query_major, short in ((171, False, True), (252, False, True), (253, True, False)):
         sizes = internals.prefill_sizes(tokens, 4, 16, 16, 1, 512, 16 * 264, 1 << 30, False)
         assert (sizes["query_major"], sizes["short_call"]) == (query_major, short)
-    for pages, invariant, narrow in ((16, False, True), (17, False, False), (16, True, False)):
+
+
+def test_tiles_of_requests():
+    """Where a table is no wider than K blocks; each request may end in a part of a tile."""
+    for pages, invariant, by_request in ((16, False, True), (17, False, False), (16, True, False)):
         sizes = internals.prefill_sizes(2000, 4, 16, 16, 3, pages, 16 * 264, 1 << 30, invariant)
-        assert sizes["narrow"] == narrow
-        assert not narrow or sizes["tiles"] >= 2000 // 12 + 3  # each request may end in a part
+        assert sizes["by_request"] == by_request
+        assert not by_request or sizes["tiles"] >= 2000 // 12 + 3
+
+
+@given(
+    num_tokens=st.integers(0, 5000),
+    num_requests=st.integers(0, 600),
+    num_kv_heads=st.sampled_from([1, 2, 4, 8]),
+    group_size=st.sampled_from([1, 2, 4, 8, 16]),
+    topk=st.integers(1, 32),
+)
+def test_draft_tokens_are_cut_evenly(num_tokens, num_requests, num_kv_heads, group_size, topk):
+    """Into as few tiles a request as its tokens need, only where they fill rounds of 132 SMs."""
+    tokens = internals.draft_tile_tokens(num_tokens, num_requests, num_kv_heads, group_size, topk)
+    each, most = max(1, num_tokens // max(1, num_requests)), min(128 // group_size, 256 // topk)
+    request_tiles = -(-each // most)
+    tiles = request_tiles * num_requests * num_kv_heads
+    fills = tiles > 0 and 10 * tiles >= 9 * (-(-tiles // 132) * 132)
+    if group_size < 8 or each < 3 or not fills:
+        assert tokens == 0
+        return
+    assert 0 < tokens <= most and tokens * topk <= 256
+    assert -(-each // tokens) == request_tiles
+
+
+def test_blocks_that_a_group_shares_in_part_are_marked():
+    mark = 1 << 31
+    for tokens, tile_tokens, marked in (
+        (0b1111_1111_1111, 12, False),
+        (0b0000_1111_0000, 12, False),
+        (0b0111_1111_1111, 12, True),
+        (0b0000_0000_0001, 12, True),
+        (0b1111_0010_0000, 12, True),
+        (0b11_1111, 6, False),  # the second group has two tokens
+        (0b01_0000, 6, True),
+        (0b1, 1, False),
+    ):
+        assert internals.marked_if_partly(tokens, tile_tokens, 4) == tokens | mark * marked
+    assert internals.marked_if_partly(0xFF, 24, 8) == 0xFF
+    assert internals.marked_if_partly(0x7F, 24, 8) == 0x7F | mark

@@ -173,6 +173,23 @@ def test_nan_of_later_tokens(device, op, hq, hkv):
     assert bool(out[40:90, 0, [2, 7]].isfinite().all() and out[40:90, 0, 3:7].isnan().all())
 
 
+@pytest.mark.parametrize("hq,hkv,tokens", [(64, 4, 256), (32, 4, 512), (4, 1, 40)])
+def test_nan_stays_with_those_that_selected_its_block(device, op, hq, hkv, tokens):
+    """Neighbours share all blocks but one, whose V holds NaN; every fourth token is without it."""
+    case = fp8_case([(tokens, 3000)], hq=hq, hkv=hkv, device=device)
+    case.ids[:, :, :15] = torch.arange(15, device=device)
+    case.ids[:, :tokens, 15] = 19
+    case.ids[:, 2:tokens:4, 3] = 16
+    page = case.block_table[0, 3].long()
+    case.v_cache.view(torch.uint8)[page, :, 70, 8:11] = 0x7F
+    out, lse = run(op, case)
+    exact, exact_lse = reference.sparse_attention(*case.attend_args, **case.scales)
+    assert torch.equal(out.isfinite(), exact.isfinite()) and bool(out[2:tokens:4].isfinite().all())
+    finite = exact.isfinite()
+    torch.testing.assert_close(out[finite].float(), exact[finite], **near(out.dtype))
+    torch.testing.assert_close(lse, exact_lse, rtol=LSE_REL, atol=1e-5)
+
+
 def test_twenty_runs_give_the_same_bits(device, op):
     for hq, hkv in ((16, 1), (4, 1)):
         case = fp8_case(hq=hq, hkv=hkv, device=device)

@@ -6,7 +6,7 @@ import torch
 
 import msa_kernels
 from tests.conftest import no_gpu_reason
-from tests.inputs import BLOCK, FP8, D, dtype_name, make_case, same_bits
+from tests.inputs import BLOCK, FP8, D, dtype_name, make_case, same_bits, shared_selection
 from tests.tolerance import LSE_REL, near
 
 pytestmark = pytest.mark.gpu
@@ -16,28 +16,6 @@ pytestmark = pytest.mark.gpu
 def gpu():
     if reason := no_gpu_reason():
         pytest.skip(reason)
-
-
-def shared_selection(case, share: float, seed: int = 0):
-    """ids of which neighbouring tokens have about `share` in common: 16 tokens draw together."""
-    rng = torch.Generator(case.q.device).manual_seed(seed)
-    visible, topk = case.visible.to(case.q.device).long(), case.topk
-    heads, tokens = case.ids.size(0), case.num_tokens
-    blocks = int(visible.max()) if tokens else 0
-    kw = {"generator": rng, "device": case.q.device}
-    together = torch.rand(heads, -(-tokens // 16), blocks, **kw).repeat_interleave(16, 1)[
-        :, :tokens
-    ]
-    alone = torch.rand(heads, tokens, blocks, **kw)
-    score = together + (1 - share) * 4 * alone
-    block = torch.arange(blocks, device=case.q.device)
-    score = score.masked_fill(block >= visible[:, None], -1.0)
-    score = score.masked_fill(block == visible[:, None] - 1, 100.0)  # the own block
-    ids = score.topk(min(topk, blocks), dim=-1).indices
-    ids = torch.nn.functional.pad(ids, (0, topk - ids.size(-1)), value=2**31 - 1)
-    count = visible.clamp(max=topk)[None, :, None]
-    ids = ids.masked_fill(torch.arange(topk, device=ids.device) >= count, 2**31 - 1)
-    return ids.sort(-1).values.int()
 
 
 def alone(case, tokens):

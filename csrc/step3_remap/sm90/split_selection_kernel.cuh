@@ -186,7 +186,8 @@ static __global__ void __launch_bounds__(kThreads)
     if (shared == 0) continue;
     TileState& tile = state.tiles[i / places];
     atomicAdd(&tile.shared_entries, __popc(shared));
-    tile.list[atomicAdd(&tile.shared_blocks, 1)] = {tables[i].block, shared};
+    tile.list[atomicAdd(&tile.shared_blocks, 1)] = {
+        tables[i].block, marked_if_partly(shared, static_cast<int>(tile_tokens), group_tokens)};
   }
   __syncthreads();
 

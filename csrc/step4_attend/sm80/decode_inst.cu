@@ -10,7 +10,7 @@ namespace {
 
 namespace sm80 = decode::sm80;
 
-enum class Way { kPortable, kCluster, kPairs };
+enum class Way { kPortable, kCluster, kPairs, kTiles };
 
 // A call, cut; by its shapes and the device alone.
 struct Plan {
@@ -35,6 +35,10 @@ Plan plan_call(const AttendParams& attend, const IdsView& ids, int64_t blocks, b
                const ExecContext& context) {
   DecodeParams params = plan_decode(attend, ids, blocks);
   if (!runs_sm90(context, attend.q.dtype, attend.k_cache.dtype)) return {params, Way::kPortable};
+  if (sparse && attend.k_cache.dtype == DType::kBFloat16 && fits_tensor_maps(attend)) {
+    params.tile_tokens = draft_tile_tokens(params);
+    if (params.tile_tokens > 0) return {params, Way::kTiles};
+  }
   if (sparse && takes_pairs(params)) return {params, Way::kPairs};
   const int32_t splits = decode_cluster_splits(params, blocks, context);
   if (splits == 0) return {params, Way::kPortable};
@@ -69,6 +73,7 @@ void run(const Plan& plan, const ExecContext& context) {
   require_built(context.op, q, cache);
   if (plan.way == Way::kCluster) return run_decode_cluster(plan.params, context, kSparse);
   if (plan.way == Way::kPairs) return run_decode_pairs(plan.params, context);
+  if (plan.way == Way::kTiles) return run_decode_tiles(plan.params, context);
   if (fp8) return launch<__nv_fp8_e4m3, kSparse>(plan.params, context);
   return launch<__nv_bfloat16, kSparse>(plan.params, context);
 }

@@ -24,21 +24,8 @@ void run_sparse_prefill_sm80(const SparseAttendParams& params, const ExecContext
   check_cuda(context.op, cudaGetLastError(), "the launch of msa_sparse_prefill_sm80_kernel");
 }
 
-// Expanded tensors: a tensor map has no strides of 0.
-bool has_zero_stride(const SparseAttendParams& params) {
-  const auto zero = [](int64_t size, int64_t stride) { return size > 1 && stride == 0; };
-  for (const PagedView* cache : {&params.k_cache, &params.v_cache}) {
-    if (zero(cache->num_pages, cache->page_stride) ||
-        zero(params.num_kv_heads, cache->head_stride) || cache->token_stride == 0) {
-      return true;
-    }
-  }
-  return zero(params.batch.num_tokens, params.q.token_stride) ||
-         zero(params.num_kv_heads * params.group_size, params.q.head_stride);
-}
-
 bool takes_sm90(const SparseAttendParams& params, const ExecContext& context) {
-  return runs_sm90(context, params.q.dtype, params.k_cache.dtype) && !has_zero_stride(params);
+  return runs_sm90(context, params.q.dtype, params.k_cache.dtype) && fits_tensor_maps(params);
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 // Host side of sparse_prefill on Hopper: split the selection, order the leftovers by block, then, a
 // round at a time so that the workspace stays bounded, attend to the leftovers KV-block-major,
 // finish the query-major tiles, merge the others. Which tile takes which way is decided on the
-// device; a kernel without work exits at once.
+// device; a kernel without work exits at once. Tiles of requests are two launches: their plan and
+// the query-major kernel.
 #include <algorithm>
 #include <cmath>
 
@@ -12,13 +13,14 @@
 #include "device/persistent_grid.cuh"
 #include "step3_remap/sm80/block_item.cuh"
 #include "step3_remap/sm80/kv_block_schedule_kernel.cuh"
-#include "step3_remap/sm90/split_narrow_kernel.cuh"
+#include "step3_remap/sm90/split_requests_kernel.cuh"
 #include "step3_remap/sm90/split_selection_kernel.cuh"
 #include "step3_remap/sm90/split_short_kernel.cuh"
 #include "step4_attend/attend_params.h"
 #include "step4_attend/sm90/prefill_kv_block_kernel.cuh"
 #include "step4_attend/sm90/prefill_merge_kernel.cuh"
 #include "step4_attend/sm90/prefill_query_block_kernel.cuh"
+#include "step4_attend/sm90/tensor_maps.h"
 
 namespace msa {
 namespace {
@@ -53,7 +55,7 @@ Workspace cut_workspace(const SparseAttendParams& params) {
   const PrefillSizes& sizes = plan.sizes = sizes_of(params);
   const int64_t head_rows = params.batch.num_requests * params.batch.max_pages;
   plan.num_tokens = params.batch.num_tokens;
-  plan.tile_capacity = sizes.narrow ? sizes.tile_tokens * topk : 4 * topk;
+  plan.tile_capacity = sizes.by_request ? sizes.tile_tokens * topk : 4 * topk;
   plan.num_rows = heads * head_rows;
   plan.chunk_rows = std::min(head_rows, int64_t{kHistogramRows});
   const int64_t all_slots = heads * plan.num_tokens * topk;
@@ -65,12 +67,9 @@ Workspace cut_workspace(const SparseAttendParams& params) {
     array = reinterpret_cast<Element*>(base + offset);
     offset += (count * int64_t{sizeof(Element)} + 255) / 256 * 256;
   };
-  if (sizes.narrow) {
-    take(plan.tile_blocks, heads * sizes.tiles);
-    take(plan.tile_round, heads * sizes.tiles);
-    take(plan.tile_place, heads * sizes.tiles);
+  if (sizes.by_request) {
+    take(plan.request_tiles, heads * sizes.tiles);
     take(plan.tile_list, heads * sizes.tiles * plan.tile_capacity);
-    take(plan.leftovers, heads * plan.num_tokens);
     work.bytes = offset;
     return work;
   }
@@ -100,40 +99,6 @@ Workspace cut_workspace(const SparseAttendParams& params) {
   return work;
 }
 
-CUtensorMap make_q_map(const SparseAttendParams& params, const ExecContext& context) {
-  const uint64_t heads = params.num_kv_heads * params.group_size;
-  const uint64_t tokens = params.batch.num_tokens;
-  const uint64_t head_bytes = params.q.head_stride * 2, token_bytes = params.q.token_stride * 2;
-  const uint32_t group = static_cast<uint32_t>(params.group_size);
-  if (group >= 8) {
-    return msa::sm90::make_tensor_map<5>(context.op, params.q.data, {64, 8, 2, heads / 8, tokens},
-                                         {head_bytes, 128, 8 * head_bytes, token_bytes},
-                                         {64, 8, 2, group / 8, 1});
-  }
-  return msa::sm90::make_tensor_map<5>(context.op, params.q.data, {64, heads, 2, 1, tokens},
-                                       {head_bytes, 128, 16, token_bytes}, {64, group, 1, 1, 1});
-}
-
-CUtensorMap make_kv_map(const PagedView& cache, const SparseAttendParams& params,
-                        const ExecContext& context) {
-  if (cache.dtype == DType::kFloat8E4M3) {
-    return msa::sm90::make_tensor_map<5>(
-        context.op, cache.data,
-        {kHeadDim, kBlock, 1, static_cast<uint64_t>(params.num_kv_heads),
-         static_cast<uint64_t>(cache.num_pages)},
-        {static_cast<uint64_t>(cache.token_stride), 16, static_cast<uint64_t>(cache.head_stride),
-         static_cast<uint64_t>(cache.page_stride)},
-        {kHeadDim, kBlock, 1, 1, 1}, CU_TENSOR_MAP_DATA_TYPE_UINT8);
-  }
-  return msa::sm90::make_tensor_map<5>(
-      context.op, cache.data,
-      {64, kBlock, 2, static_cast<uint64_t>(params.num_kv_heads),
-       static_cast<uint64_t>(cache.num_pages)},
-      {static_cast<uint64_t>(cache.token_stride) * 2, 128,
-       static_cast<uint64_t>(cache.head_stride) * 2, static_cast<uint64_t>(cache.page_stride) * 2},
-      {64, kBlock, 2, 1, 1});
-}
-
 split::SplitParams split_params(const SparseAttendParams& params, const PrefillPlan& plan) {
   return {params.ids, params.batch, params.k_cache.num_pages, plan};
 }
@@ -161,15 +126,14 @@ void plan_short_call(const SparseAttendParams& params, const PrefillPlan& plan,
              "launching the plan of a short call");
 }
 
-void plan_narrow_call(const SparseAttendParams& params, const PrefillPlan& plan,
-                      const ExecContext& context) {
-  constexpr int64_t kWarps = split::kNarrowThreads / 32;
-  const int64_t warps = params.num_kv_heads * plan.sizes.tiles;
-  split::msa_split_selection_narrow_sm90_kernel<<<
-      static_cast<unsigned>(std::max(int64_t{1}, (warps + kWarps - 1) / kWarps)),
-      split::kNarrowThreads, 0, static_cast<cudaStream_t>(context.stream)>>>(
-      {split_params(params, plan), params.out, params.lse, params.group_size});
-  check_cuda(context.op, cudaGetLastError(), "launching the plan of a narrow call");
+void plan_requests(const SparseAttendParams& params, const PrefillPlan& plan,
+                   const ExecContext& context) {
+  launch_dependent(
+      context.op, "launching the plan of tiles of requests",
+      split::msa_split_selection_requests_sm90_kernel,
+      std::max(int64_t{1}, params.num_kv_heads * plan.sizes.tiles), split::kRequestThreads, 0,
+      static_cast<cudaStream_t>(context.stream),
+      split::RequestParams{split_params(params, plan), params.out, params.lse, params.group_size});
 }
 
 void plan_call(const SparseAttendParams& params, const Workspace& work,
@@ -232,8 +196,8 @@ void run(const SparseAttendParams& params, const ExecContext& context) {
   const int merge_ctas =
       resident_ctas<merge_kernel>(context.op, context.device, prefill::kMergeWarps * 32, 0);
 
-  if (plan.sizes.narrow) {
-    plan_narrow_call(params, plan, context);
+  if (plan.sizes.by_request) {
+    plan_requests(params, plan, context);
   } else if (plan.sizes.short_call) {
     plan_short_call(params, plan, context);
   } else {
@@ -241,7 +205,7 @@ void run(const SparseAttendParams& params, const ExecContext& context) {
   }
 
   for (int32_t round = 0; round < plan.sizes.rounds; ++round) {
-    if (!plan.sizes.narrow) {
+    if (!plan.sizes.by_request) {
       const prefill::KVBlockParams attend{params.v_cache,
                                           work.partials,
                                           plan.pairs,
@@ -255,15 +219,18 @@ void run(const SparseAttendParams& params, const ExecContext& context) {
       launch_dependent(context.op, "launching the KV-block-major kernel", kv_block_kernel, kv_ctas,
                        prefill::kThreads, kSharedBytes, stream, attend, q_map, k_map, v_map);
     }
-    const prefill::FinishParams finish{
-        params.batch, params.v_cache,      work.partials, plan,  params.out,     params.lse,
-        scale_log2,   params.num_kv_heads, log_group,     round, params.k_scale, params.v_scale};
+    const prefill::FinishParams finish{{params.batch, params.v_cache, params.out, params.lse,
+                                        scale_log2, params.num_kv_heads, log_group, params.v_scale},
+                                       work.partials,
+                                       plan,
+                                       round,
+                                       params.k_scale};
     if (plan.sizes.query_major) {
       launch_dependent(context.op, "launching the query-major kernel", query_block_kernel,
                        tile_ctas, prefill::kThreads, kTileSharedBytes, stream, finish, q_map, k_map,
                        v_map);
     }
-    if (!plan.sizes.narrow) {
+    if (!plan.sizes.by_request) {
       launch_dependent(context.op, "launching the merge", merge_kernel, merge_ctas,
                        prefill::kMergeWarps * 32, 0, stream, finish);
     }

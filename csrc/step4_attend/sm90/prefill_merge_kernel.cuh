@@ -5,9 +5,8 @@
 //   lse = (M + log2(sum w l)) / log2(e)
 //
 // Bound by memory: every slot is read once.
-// Grid      persistent, a CTA 16 rows (token, g) of a tile and turn, a warp half the columns of 8
-// of
-//           them, a lane 16 columns of one row, in the order the partials were stored in: 16-byte
+// Grid      persistent, a CTA 16 rows (token, g) of a tile and turn, a warp half the columns of
+//           8 rows, a lane 16 columns of one, in the order the partials were stored in: 16-byte
 //           loads, 512 contiguous bytes a warp.
 #pragma once
 
@@ -20,19 +19,23 @@
 
 namespace msa::sparse_prefill::sm90 {
 
-struct FinishParams {
+// What the kernels that write results take.
+struct TileParams {
   BatchView batch;
   PagedView v_cache;
-  Partials partials;
-  PrefillPlan plan;
   RowsView out;  // [T, Hq, D] bfloat16
   LseView lse;
   float scale_log2;
   int64_t num_kv_heads;
   int32_t log_group;  // log2(G)
+  ScaleView v_scale;  // of FP8 caches
+};
+
+struct FinishParams : TileParams {
+  Partials partials;
+  PrefillPlan plan;
   int32_t round;      // the tiles that this launch finishes
   ScaleView k_scale;  // of FP8 caches
-  ScaleView v_scale;
 };
 
 constexpr int kMergeWarps = 4;
@@ -85,7 +88,7 @@ __device__ __forceinline__ void for_units(int32_t num_units, const Passes& passe
 // What a sum of weighted values is multiplied with to be a result. A sum of 0: nothing to attend
 // to. NaN stays NaN.
 template <DType kCache>
-__device__ __forceinline__ float normaliser(const FinishParams& params, int32_t head, float sum) {
+__device__ __forceinline__ float normaliser(const TileParams& params, int32_t head, float sum) {
   if constexpr (kIsFp8<kCache>) {
     return sum == 0.0f ? 0.0f : scale_of(params.v_scale, head) / sum;
   } else {

@@ -27,8 +27,6 @@
 
 namespace msa::sparse_prefill::sm90 {
 
-using Fp8TileStorage = TileSharedStorage<DType::kFloat8E4M3>;
-
 // FP8: brings q to those of the consumers `waiting` (bits) that have let go of the tile before.
 // Returns who still waits. Whole warp.
 __device__ __forceinline__ uint32_t load_free_q(const FinishParams& params, const CUtensorMap* map,
@@ -67,10 +65,9 @@ __device__ __forceinline__ void load_fp8_tiles(const FinishParams& params, const
   uint32_t q_phase = 0;
   for_query_tiles(params, [&](int32_t index) {
     const Tile tile = load_tile(params, index);
-    const TokenPosition position = find_position(params.batch, tile.first_token);
-    const int32_t seq_len = seq_len_of(params.batch, position.request);
+    const TilePosition position = locate_tile(params, index, tile);
     const float scale_log2 = params.scale_log2 * scale_of(params.k_scale, tile.head);
-    const TileBlock* list = params.plan.tile_list + index * params.plan.tile_capacity;
+    const TileBlock* list = list_of(params, index);
     uint32_t waiting = (1u << kConsumers) - 1;
     for (int32_t first = 0; first < tile.blocks; first += 32) {
       const int32_t count = min(32, tile.blocks - first);
@@ -92,7 +89,7 @@ __device__ __forceinline__ void load_fp8_tiles(const FinishParams& params, const
         const int32_t block_page = __shfl_sync(kAllLanes, page, i / 2);
         if (lane == 0) {
           shared.infos[ring.stage] = {{position.pos + 1 - begin, tokens, block_page, scale_log2},
-                                      seq_len - begin};
+                                      position.seq_len - begin};
           barrier_arrive_expect(&shared.page_full[ring.stage], kFp8PageBytes);
           copy_box(shared.pages[ring.stage], i % 2 == 0 ? k_map : v_map,
                    &shared.page_full[ring.stage], 0, 0, 0, tile.head, block_page);
@@ -134,8 +131,8 @@ __device__ __forceinline__ void convert_fp8_pages(Fp8TileStorage& shared, int co
       barrier_wait(&shared.v_empty[stage], empty_phase);
       if (lane < kBlock / 32) shared.wild[stage][lane] = 0;
       __syncwarp();
-      // Does the tile's first token see all of the block? Then all of them do.
-      convert_page<Converted::kFloat16>(page, shared.v[stage], info.block.first_valid < kBlock,
+      convert_page<Converted::kFloat16>(page, shared.v[stage],
+                                        is_seen_in_part(info.block.first_valid, info.block.tokens),
                                         info.written, shared.wild[stage]);
     }
     fence_async_proxy();
@@ -143,56 +140,6 @@ __device__ __forceinline__ void convert_fp8_pages(Fp8TileStorage& shared, int co
     if (lane == 0) {
       barrier_arrive(n % 2 == 0 ? &shared.k_full[stage] : &shared.v_full[stage]);
       barrier_arrive(&shared.page_empty[converter]);
-    }
-  }
-}
-
-// FP8: the 16 rows of q that a warp multiplies, bfloat16 -> float16 in their place, so that K can
-// be float16: it costs a fourth of the instructions that bfloat16 does. Eight rows at a time, which
-// are one token's, are multiplied by the power of two that brings their largest finite number to
-// 2^14; what is lost then is under 2^-38 of that. factor: its inverse, for the thread's two rows.
-__device__ __forceinline__ void convert_q(uint8_t* rows, float (&factor)[2]) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int group = 0; group < 2; ++group) {
-    uint4* vectors = reinterpret_cast<uint4*>(rows + group * 2048) + lane;
-    uint32_t words[16];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint4 bits = vectors[32 * i];
-      words[4 * i] = bits.x;
-      words[4 * i + 1] = bits.y;
-      words[4 * i + 2] = bits.z;
-      words[4 * i + 3] = bits.w;
-    }
-    const auto low = [](uint32_t word) { return __uint_as_float(word << 16); };
-    const auto high = [](uint32_t word) { return __uint_as_float(word & 0xffff0000u); };
-    float largest = 0.0f;  // fmaxf leaves NaN out
-#pragma unroll
-    for (const uint32_t word : words) {
-      largest = fmaxf(largest, fmaxf(fabsf(low(word)), fabsf(high(word))));
-    }
-    if (largest == INFINITY) {
-      largest = 0.0f;
-#pragma unroll
-      for (const uint32_t word : words) {
-        if (fabsf(low(word)) < INFINITY) largest = fmaxf(largest, fabsf(low(word)));
-        if (fabsf(high(word)) < INFINITY) largest = fmaxf(largest, fabsf(high(word)));
-      }
-    }
-    const uint32_t exponent = __reduce_max_sync(kAllLanes, __float_as_uint(largest)) >> 23;
-    const uint32_t scale_exponent = min(2 * 127 + 14 - exponent, 253u);
-    const float scale = __uint_as_float(scale_exponent << 23);
-    factor[group] = __uint_as_float((254 - scale_exponent) << 23);
-#pragma unroll
-    for (uint32_t& word : words) {
-      const __half2 pair = __floats2half2_rn(low(word) * scale, high(word) * scale);
-      word = *reinterpret_cast<const uint32_t*>(&pair);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      vectors[32 * i] =
-          make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
     }
   }
 }
