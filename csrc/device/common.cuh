@@ -16,6 +16,35 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return result;
 }
 
+// Loads where `there` holds, without a branch, and here: not where the value is first looked at.
+__device__ __forceinline__ void load_if(bool there, const int32_t* address, int32_t& value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred there;\n"
+      "setp.ne.u32 there, %2, 0;\n"
+      "@there ld.global.s32 %0, [%1];\n"
+      "}\n"
+      : "+r"(value)
+      : "l"(address), "r"(static_cast<uint32_t>(there))
+      : "memory");
+}
+__device__ __forceinline__ void load_if(bool there, const float* address, float& value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred there;\n"
+      "setp.ne.u32 there, %2, 0;\n"
+      "@there ld.global.f32 %0, [%1];\n"
+      "}\n"
+      : "+f"(value)
+      : "l"(address), "r"(static_cast<uint32_t>(there))
+      : "memory");
+}
+
+// Has the line of `address` come to L2; nothing waits for it.
+__device__ __forceinline__ void prefetch_to_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // A NaN anywhere gives NaN, so that a broken part shows instead of vanishing.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
   float result;
@@ -25,6 +54,13 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
 
 __device__ __forceinline__ float scale_of(const ScaleView& scale, int64_t head) {
   return scale.data ? scale.data[head * scale.head_stride] : scale.value;
+}
+
+// The same, loaded here and waited for where it is used.
+__device__ __forceinline__ float load_scale(const ScaleView& scale, int64_t head) {
+  float value = scale.value;
+  load_if(scale.data != nullptr, scale.data + head * scale.head_stride, value);
+  return value;
 }
 
 }  // namespace msa

@@ -39,27 +39,40 @@ __device__ __forceinline__ TokenPosition find_position(const BatchView& batch, i
   return {low, seq_len_of(batch, low) - (end - token)};
 }
 
-// What find_position_by_warp() guesses by; on the host, since a division takes long on the device.
+// What guess_position() goes by; on the host, since a division takes long on the device.
 inline int32_t tokens_of_each(const BatchView& batch) {
   return static_cast<int32_t>(
       std::max<int64_t>(1, batch.num_tokens / std::max<int64_t>(1, batch.num_requests)));
 }
 
-// The same by a whole warp for one token, in few dependent loads: most decode batches have `each`
-// tokens a request, so that request is looked at first; else the lanes cut the range in 33 a turn.
-__device__ __forceinline__ TokenPosition find_position_by_warp(const BatchView& batch,
-                                                               int32_t token, int32_t each) {
+// The request that a token is probably of: most decode batches have `each` tokens a request. The
+// loads do not wait for each other, nor do they keep what the caller loads next waiting.
+struct PositionGuess {
+  int32_t request = -1;
+  int32_t begin = 0, end = 0, length = 0;  // of that request
+  int32_t total = 0;                       // tokens of the batch
+};
+
+__device__ __forceinline__ PositionGuess guess_position(const BatchView& batch, int32_t token,
+                                                        int32_t each) {
   const auto num_requests = static_cast<int32_t>(batch.num_requests);
-  if (num_requests == 0) return {-1, -1};
-  int32_t low = min(token / each, num_requests - 1);
-  const int32_t total = first_token_of(batch, num_requests);
-  int32_t begin = first_token_of(batch, low), end = first_token_of(batch, low + 1);
-  int32_t length = seq_len_of(batch, low);
-  if (token >= total) return {-1, -1};
-  if (begin > token || token >= end) {
+  if (num_requests == 0) return {};
+  const int32_t request = min(each == 1 ? token : token / each, num_requests - 1);
+  return {request, first_token_of(batch, request), first_token_of(batch, request + 1),
+          seq_len_of(batch, request), first_token_of(batch, num_requests)};
+}
+
+// The same as find_position() by a whole warp for one token, in few dependent loads: the guess is
+// looked at first; else the lanes cut the range in 33 a turn.
+__device__ __forceinline__ TokenPosition find_position_by_warp(const BatchView& batch,
+                                                               int32_t token,
+                                                               const PositionGuess& guess) {
+  if (token >= guess.total) return {-1, -1};
+  int32_t low = guess.request, end = guess.end, length = guess.length;
+  if (guess.begin > token || token >= end) {
     const int lane = threadIdx.x % 32;
     low = 0;
-    int32_t high = num_requests;  // first[low] <= token < first[high]
+    auto high = static_cast<int32_t>(batch.num_requests);  // first[low] <= token < first[high]
     while (high - low > 1) {
       const int32_t step = (high - low + 32) / 33;
       const int32_t probe = low + (lane + 1) * step;
@@ -74,6 +87,11 @@ __device__ __forceinline__ TokenPosition find_position_by_warp(const BatchView& 
   return {low, length - (end - token)};
 }
 
+__device__ __forceinline__ TokenPosition find_position_by_warp(const BatchView& batch,
+                                                               int32_t token, int32_t each) {
+  return find_position_by_warp(batch, token, guess_position(batch, token, each));
+}
+
 // Blocks that a token at `pos` may see.
 __device__ __forceinline__ int32_t visible_blocks(const BatchView& batch, int32_t pos) {
   if (pos < 0) return 0;
@@ -85,6 +103,27 @@ __device__ __forceinline__ int64_t load_id(const IdsView& ids, int64_t head, int
   const int64_t offset = head * ids.head_stride + token * ids.token_stride + slot * ids.slot_stride;
   return ids.dtype == DType::kInt64 ? static_cast<const int64_t*>(ids.data)[offset]
                                     : static_cast<const int32_t*>(ids.data)[offset];
+}
+
+// An id on its way: nothing waits for it before it is made whole.
+struct LoadingId {
+  int32_t low = -1, high = -1;  // words; of int32 ids the first is the id
+};
+
+__device__ __forceinline__ LoadingId start_load_id(const IdsView& ids, int64_t head, int64_t token,
+                                                   int64_t slot) {
+  const int64_t offset = head * ids.head_stride + token * ids.token_stride + slot * ids.slot_stride;
+  const bool is_wide = ids.dtype == DType::kInt64;
+  const int32_t* words = static_cast<const int32_t*>(ids.data) + (offset << (is_wide ? 1 : 0));
+  LoadingId id;
+  id.low = words[0];
+  if (is_wide) id.high = words[1];
+  return id;
+}
+
+__device__ __forceinline__ int64_t whole_id(const IdsView& ids, const LoadingId& id) {
+  if (ids.dtype != DType::kInt64) return id.low;
+  return static_cast<int64_t>(id.high) << 32 | static_cast<uint32_t>(id.low);
 }
 
 __device__ __forceinline__ int32_t page_of(const BatchView& batch, int64_t request, int64_t block) {

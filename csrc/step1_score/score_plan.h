@@ -60,17 +60,19 @@ struct RequestTokens {
 MSA_HOST_DEVICE RequestTokens request_tokens(const ScoreCut& cut, int32_t first, int32_t end,
                                              int32_t seq_len) {
   RequestTokens request;
-  int64_t begin = first > cut.token_begin ? first : cut.token_begin;
-  const int64_t stop = end < cut.token_end ? end : cut.token_end;
-  int64_t pos = seq_len - (end - begin);
-  if (pos < 0) {  // before the start of the request: nothing is seen
-    begin -= pos;
-    pos = 0;
-  }
-  if (begin < stop) {
-    request.first_token = static_cast<int32_t>(begin);
-    request.num_tokens = static_cast<int32_t>(stop - begin);
-    request.first_pos = static_cast<int32_t>(pos);
+  const auto window_begin = static_cast<int32_t>(cut.token_begin);  // tokens are 32-bit
+  const auto window_end = static_cast<int32_t>(cut.token_end);
+  int32_t begin = first > window_begin ? first : window_begin;
+  const int32_t stop = end < window_end ? end : window_end;
+  const bool any = begin < stop;
+  // May wrap where there is none. No early return: the load of seq_len would wait for the others.
+  const auto unseen = static_cast<int32_t>(static_cast<uint32_t>(end) - begin - seq_len);
+  const int32_t pos = unseen < 0 ? -unseen : 0;
+  begin += unseen > 0 ? unseen : 0;  // before the start of the request: nothing is seen
+  if (any && begin < stop) {
+    request.first_token = begin;
+    request.num_tokens = stop - begin;
+    request.first_pos = pos;
   }
   return request;
 }
@@ -116,7 +118,11 @@ MSA_HOST_DEVICE uint32_t units_before(const RequestTokens& request, const ScoreC
 }
 
 MSA_HOST_DEVICE uint32_t request_units(const RequestTokens& request, const ScoreCut& cut) {
-  return units_before(request, cut, request.num_tiles(cut));
+  const int32_t tiles = request.num_tiles(cut);
+  if (tiles <= 1 && cut.max_blocks > 0) {
+    return tiles * static_cast<uint32_t>(cut.tile_cost + request.tile_blocks(cut, 0));
+  }
+  return units_before(request, cut, tiles);
 }
 
 // The tile that holds unit `unit` of a request, which has more units than that.

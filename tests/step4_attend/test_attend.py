@@ -301,6 +301,18 @@ def test_ids_past_the_valid_count_are_ignored(device, require, op, garbage):
     assert same_bits(again, out) and same_bits(again_lse, lse)
 
 
+@pytest.mark.parametrize("batch", ["long", [(1, 5125), (2, 6144)]], ids=["many", "few"])
+@pytest.mark.parametrize("offset", [2**32, -(2**32), 2**62])
+def test_long_ids_are_read_whole(device, require, offset, batch):
+    """A 64-bit id is no block for its lower half alone."""
+    require("sparse_decode")
+    case = make_case(batch, selection="int64", device=device)
+    some = (torch.arange(16, device=device) % 3 == 1) & (case.ids >= 0)
+    without = run("sparse_decode", case.with_(ids=case.ids.masked_fill(some, -1)))
+    moved = run("sparse_decode", case.with_(ids=case.ids + offset * some))
+    assert same_bits(moved[0], without[0]) and same_bits(moved[1], without[1])
+
+
 @pytest.mark.parametrize("scale", [None, 0.0, 1.0, 0.02, -0.1])
 def test_scales_of_the_softmax(device, require, op, scale):
     require(op)

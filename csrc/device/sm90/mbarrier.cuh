@@ -64,6 +64,19 @@ __device__ __forceinline__ bool barrier_test(uint64_t* barrier, uint32_t parity)
   return complete != 0;
 }
 
+// True in one lane of a whole warp; the compiler knows that it is one.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred elected;\n"
+      "elect.sync _|elected, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, elected;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 // Stage and phase of a ring of buffers.
 template <int kStages>
 struct RingPosition {

@@ -9,6 +9,22 @@
 
 namespace msa::index_score::sm80 {
 
+// What the batch says of a request; nothing where `there` does not hold. The loads do not wait for
+// each other.
+struct RequestWords {
+  int32_t first = 0, end = 0, length = 0;
+};
+
+__device__ __forceinline__ RequestWords load_words(const BatchView& batch, int64_t request,
+                                                   bool there) {
+  RequestWords words;
+  const int32_t* first = batch.cu_seqlens_q + request * batch.cu_seqlens_stride;
+  load_if(there, first, words.first);
+  load_if(there, first + batch.cu_seqlens_stride, words.end);
+  load_if(there, batch.seq_lens + request * batch.seq_lens_stride, words.length);
+  return words;
+}
+
 __device__ __forceinline__ RequestTokens load_request(const BatchView& batch, const ScoreCut& cut,
                                                       int64_t request) {
   return request_tokens(cut, first_token_of(batch, request), first_token_of(batch, request + 1),
@@ -47,17 +63,20 @@ struct ScoreCursor {
   }
 };
 
-// Piece `part` of `parts`, found by one warp on its own: 32 requests at a time.
+// Piece `part` of `parts`, found by one warp on its own: 32 requests at a time. `words`: of request
+// `lane`.
 __device__ __forceinline__ ScoreCursor find_piece(const BatchView& batch, const ScoreCut& cut,
-                                                  uint32_t part, uint32_t parts) {
+                                                  uint32_t part, uint32_t parts,
+                                                  const RequestWords& words) {
   const int lane = threadIdx.x % 32;
   const auto num_requests = static_cast<int32_t>(batch.num_requests);
-  uint32_t first_units = 0, sum = 0;  // of the first 32 requests, and of all
+  // Of the lane's request of the 32 at hand.
+  RequestTokens tokens = request_tokens(cut, words.first, words.end, words.length);
+  uint32_t units = request_units(tokens, cut);
+  uint32_t sum = units;
 #pragma unroll 1
-  for (int32_t request = lane; request < num_requests; request += 32) {
-    const uint32_t units = request_units(load_request(batch, cut, request), cut);
-    if (request == lane) first_units = units;
-    sum += units;
+  for (int32_t request = lane + 32; request < num_requests; request += 32) {
+    sum += request_units(load_request(batch, cut, request), cut);
   }
   sum = __reduce_add_sync(kAllLanes, sum);
   const uint32_t share = sum / parts, rest = sum % parts;
@@ -68,14 +87,15 @@ __device__ __forceinline__ ScoreCursor find_piece(const BatchView& batch, const 
 
   uint32_t before = 0;  // units before the 32 requests at hand
   for (int32_t base = 0;; base += 32) {
-    uint32_t units = first_units;
     if (base > 0) {
       const int32_t request = base + lane;
-      units = request < num_requests ? request_units(load_request(batch, cut, request), cut) : 0;
+      tokens = request < num_requests ? load_request(batch, cut, request) : RequestTokens{};
+      units = request_units(tokens, cut);
     }
     uint32_t end = units;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
+      if (distance >= num_requests) break;
       const uint32_t other = __shfl_up_sync(kAllLanes, end, distance);
       if (lane >= distance) end += other;
     }
@@ -85,7 +105,9 @@ __device__ __forceinline__ ScoreCursor find_piece(const BatchView& batch, const 
       const int found = __ffs(past) - 1;
       const uint32_t within = begin - __shfl_sync(kAllLanes, end - units, found);
       cursor.request = base + found;
-      cursor.tokens = load_request(batch, cut, cursor.request);
+      cursor.tokens.first_token = __shfl_sync(kAllLanes, tokens.first_token, found);
+      cursor.tokens.num_tokens = __shfl_sync(kAllLanes, tokens.num_tokens, found);
+      cursor.tokens.first_pos = __shfl_sync(kAllLanes, tokens.first_pos, found);
       cursor.tile = tile_of_unit(cursor.tokens, cut, within);
       cursor.num_blocks = cursor.tokens.tile_blocks(cut, cursor.tile);
       const uint32_t in_tile = within - units_before(cursor.tokens, cut, cursor.tile);
@@ -97,6 +119,12 @@ __device__ __forceinline__ ScoreCursor find_piece(const BatchView& batch, const 
     }
     before = __shfl_sync(kAllLanes, end, 31);
   }
+}
+
+__device__ __forceinline__ ScoreCursor find_piece(const BatchView& batch, const ScoreCut& cut,
+                                                  uint32_t part, uint32_t parts) {
+  const int lane = threadIdx.x % 32;
+  return find_piece(batch, cut, part, parts, load_words(batch, lane, lane < batch.num_requests));
 }
 
 }  // namespace msa::index_score::sm80

@@ -3,11 +3,15 @@
 //
 //   best[n] = max over keys m of the page, as far as n's token sees them, of key[m] . query[n]
 //
-// mma.m16n8k16, keys as M and query rows as N. The query rows stay in registers, the keys come from
-// shared memory by 16-byte loads: lane (g, t) = (lane / 4, lane % 4) of a warp reads chunk
-// 4 c + t of rows g and g + 8 of 16 keys and takes it as the k's that the instruction wants of it.
-// Which k an element is called does not matter, as keys and queries agree on it.
-//
+// mma.m16n8k16. The query rows stay in registers, the keys come from shared memory by 16-byte
+// loads: lane (g, t) = (lane / 4, lane % 4) of a warp reads chunk 4 c + t of a key and takes it as
+// the k's that the instruction wants of it. Which k an element is called does not matter, as keys
+// and queries agree on it.
+//   bfloat16  query rows as M, keys as N: an operand of a key are two registers side by side, where
+//             the load leaves them; as M it would take 4 of two keys, moved together.
+//   FP8       keys as M, query rows as N: the conversion leaves operands where they belong, and of
+//   8
+//             query rows no half of a product is wasted.
 // FP8 is turned into float16, exactly; products of either type are exact, sums are float32.
 // A NaN product makes its score NaN. Keys that a token does not see cannot reach its score.
 #pragma once
@@ -24,7 +28,7 @@ namespace msa::index_score::sm80 {
 constexpr int kSteps = kHeadDim / 16;  // k steps of a product
 constexpr int kChunkBytes = 16;
 
-// What a chunk of 16 bytes gives: kSteps pairs of registers, for k steps one after the other.
+// What a chunk of 16 bytes gives: kChunkSteps pairs of registers, for k steps one after the other.
 template <DType dtype>
 struct IndexElement;
 
@@ -107,129 +111,76 @@ __device__ __forceinline__ uint32_t chunk_offset(int row, int chunk) {
 // kRows query rows of a warp: row n is token n / heads, head n % heads of the warp's rows.
 template <DType dtype, int kRows>
 struct QueryRows {
-  static constexpr int kColumns = kRows / 8;  // n tiles
-  uint32_t pairs[kSteps][kColumns][2];
+  using Element = IndexElement<dtype>;
+  static constexpr bool kAreM = dtype == DType::kBFloat16;
+  static constexpr int kTiles = kAreM ? (kRows + 15) / 16 : kRows / 8;
+  static constexpr int kWords = kAreM ? 4 : 2;  // of an operand
+  uint32_t words[kSteps][kTiles][kWords];
 
-  // row(n): the query row's address, null where there is none.
+  // row(n): the query row's address, null where there is none, as of rows 8 to 15 where there
+  // are 8. zero: 0, which the compiler must not know. Words that it knew as zeros, or as what a
+  // load left elsewhere, it would move together anew for every product. Waits for the loads, so.
   template <typename Row>
-  __device__ __forceinline__ void load(const Row& row) {
-    using Element = IndexElement<dtype>;
+  __device__ __forceinline__ void load(const Row& row, uint32_t zero) {
+    constexpr int kTileRows = kAreM ? 16 : 8;
     const int lane = threadIdx.x % 32, group = lane / 4, chunk = lane % 4;
 #pragma unroll
-    for (int column = 0; column < kColumns; ++column) {
-      const uint8_t* source = row(column * 8 + group);
+    for (int i = 0; i < kTiles * kTileRows / 8; ++i) {
+      const int tile = i * 8 / kTileRows, half = i * 8 % kTileRows / 8;
+      const uint8_t* source = row(8 * i + group);
 #pragma unroll
       for (int c = 0; c < kSteps / Element::kChunkSteps; ++c) {
         uint4 bits{0, 0, 0, 0};
         if (source) {
           bits = *reinterpret_cast<const uint4*>(source + (4 * c + chunk) * kChunkBytes);
         }
-        uint32_t unpacked[Element::kChunkSteps][2];
-        Element::unpack(bits, unpacked);
+        uint32_t pairs[Element::kChunkSteps][2];
+        Element::unpack(bits, pairs);
 #pragma unroll
         for (int step = 0; step < Element::kChunkSteps; ++step) {
-          pairs[c * Element::kChunkSteps + step][column][0] = unpacked[step][0];
-          pairs[c * Element::kChunkSteps + step][column][1] = unpacked[step][1];
+          uint32_t (&operand)[kWords] = words[c * Element::kChunkSteps + step][tile];
+          operand[half] = kAreM ? pairs[step][0] ^ zero : pairs[step][0];
+          operand[half + kWords / 2] = kAreM ? pairs[step][1] ^ zero : pairs[step][1];
         }
       }
     }
   }
 };
 
-// Lane (g, t) holds maxima of rows 8 column + 2 t and the next over the keys that it saw.
-template <int kRows>
-using Maxima = float[kRows / 8][2];
-
-template <int kRows>
-__device__ __forceinline__ void clear(Maxima<kRows>& best) {
-#pragma unroll
-  for (int column = 0; column < kRows / 8; ++column) {
-    best[column][0] = -INFINITY;
-    best[column][1] = -INFINITY;
-  }
-}
-
-// Keys [first_key, first_key + kKeys) of a page, at `keys` in shared memory. Where `masked`,
-// last_key(n) is the last key that row n sees.
-template <DType dtype, int kRows, int kKeys, bool kSwizzled, typename LastKey>
-__device__ __forceinline__ void score_keys(uint32_t keys, int first_key,
-                                           const QueryRows<dtype, kRows>& queries,
-                                           Maxima<kRows>& best, bool masked,
-                                           const LastKey& last_key) {
-  using Element = IndexElement<dtype>;
-  constexpr int kColumns = kRows / 8;
-  // Tiles of 16 keys at a time: enough products that do not wait for each other.
-  constexpr int kTiles = kRows >= 32 ? (kRows == 32 ? 2 : 1) : (kKeys >= 64 ? 4 : kKeys / 16);
-  const int lane = threadIdx.x % 32, group = lane / 4, chunk = lane % 4;
-#pragma unroll 1
-  for (int first = 0; first < kKeys; first += 16 * kTiles) {
-    float sums[kTiles][kColumns][4] = {};
-#pragma unroll
-    for (int c = 0; c < kSteps / Element::kChunkSteps; ++c) {
-      uint32_t low[kTiles][Element::kChunkSteps][2], high[kTiles][Element::kChunkSteps][2];
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        const int row = first + 16 * tile + group;
-        const uint32_t offset = chunk_offset<dtype, kSwizzled>(row, 4 * c + chunk);
-        Element::unpack(load_shared_16(keys + offset), low[tile]);
-        Element::unpack(load_shared_16(keys + offset + 8 * Element::kRowBytes), high[tile]);
-      }
-#pragma unroll
-      for (int step = 0; step < Element::kChunkSteps; ++step) {
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          const uint32_t a[4] = {low[tile][step][0], high[tile][step][0], low[tile][step][1],
-                                 high[tile][step][1]};
-#pragma unroll
-          for (int column = 0; column < kColumns; ++column) {
-            Element::multiply(a, queries.pairs[c * Element::kChunkSteps + step][column],
-                              sums[tile][column]);
-          }
-        }
-      }
-    }
-    if (masked) {
-#pragma unroll
-      for (int column = 0; column < kColumns; ++column) {
-#pragma unroll
-        for (int side = 0; side < 2; ++side) {
-          const int last = last_key(column * 8 + 2 * chunk + side);
-#pragma unroll
-          for (int tile = 0; tile < kTiles; ++tile) {
-            const int key = first_key + first + 16 * tile + group;
-            if (key > last) sums[tile][column][side] = -INFINITY;
-            if (key + 8 > last) sums[tile][column][side + 2] = -INFINITY;
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int column = 0; column < kColumns; ++column) {
-#pragma unroll
-        for (int side = 0; side < 2; ++side) {
-          best[column][side] =
-              max_or_nan(best[column][side],
-                         max_or_nan(sums[tile][column][side], sums[tile][column][side + 2]));
-        }
-      }
-    }
-  }
-}
-
-// The maxima of a warp over all its lanes: each lane is left with kKept rows, whose numbers
-// `kept_rows` gives (the same for every page), -1 where another lane has them too.
-template <int kRows>
+// The largest scores of a warp's rows over the keys that a lane saw. Value i is of row
+//   8 i + g                     queries as M: lanes of a quad hold the same rows
+//   8 (i / 2) + 2 t + i % 2     as N: lanes with the same t do
+template <DType dtype, int kRows>
 struct RowMaxima {
-  static constexpr int kKept = kRows > 32 ? kRows / 32 : 1;
+  static constexpr bool kAreM = QueryRows<dtype, kRows>::kAreM;
+  static constexpr int kValues = kAreM ? kRows / 8 : kRows / 4;
+  static constexpr int kHighBit = kAreM ? 2 : 16, kLowBit = kAreM ? 1 : 4;  // of lanes to reduce
+  static constexpr int kLanes = 2 * kHighBit / kLowBit;
+  static constexpr int kKept = kValues > kLanes ? kValues / kLanes : 1;
+  float values[kValues];
 
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (float& value : values) value = -INFINITY;
+  }
+
+  static __device__ __forceinline__ int row_of(int value) {
+    const int lane = threadIdx.x % 32;
+    return kAreM ? value * 8 + lane / 4 : value / 2 * 8 + lane % 4 * 2 + value % 2;
+  }
+
+  __device__ __forceinline__ void add(int value, float first, float second) {
+    values[value] = max_or_nan(values[value], max_or_nan(first, second));
+  }
+
+  // Over all lanes each lane is left with kKept rows: their numbers, the same for every page, -1
+  // where another lane has them too.
   static __device__ __forceinline__ void kept_rows(int (&rows)[kKept]) {
     const int lane = threadIdx.x % 32;
-    int count = kRows / 4, first = 0;  // values of a lane, 2 column + side
+    int count = kValues, first = 0;
     bool other_has_it = false;
 #pragma unroll
-    for (int bit = 16; bit >= 4; bit /= 2) {
+    for (int bit = kHighBit; bit >= kLowBit; bit /= 2) {
       const bool upper = lane & bit;
       if (count > 1) {
         count /= 2;
@@ -239,39 +190,118 @@ struct RowMaxima {
       }
     }
 #pragma unroll
-    for (int i = 0; i < kKept; ++i) {
-      const int value = first + i;
-      rows[i] = other_has_it ? -1 : value / 2 * 8 + lane % 4 * 2 + value % 2;
-    }
+    for (int i = 0; i < kKept; ++i) rows[i] = other_has_it ? -1 : row_of(first + i);
   }
 
-  static __device__ __forceinline__ void reduce(const Maxima<kRows>& best, float (&kept)[kKept]) {
-    constexpr unsigned kAll = 0xffffffffu;
+  __device__ __forceinline__ void reduce(float (&kept)[kKept]) const {
     const int lane = threadIdx.x % 32;
-    float values[kRows / 4];
+    float left[kValues];
 #pragma unroll
-    for (int i = 0; i < kRows / 4; ++i) values[i] = best[i / 2][i % 2];
-    int count = kRows / 4;
+    for (int i = 0; i < kValues; ++i) left[i] = values[i];
+    int count = kValues;
 #pragma unroll
-    for (int bit = 16; bit >= 4; bit /= 2) {
+    for (int bit = kHighBit; bit >= kLowBit; bit /= 2) {
       const bool upper = lane & bit;
       if (count > 1) {
         count /= 2;
 #pragma unroll
-        for (int i = 0; i < kRows / 8; ++i) {
+        for (int i = 0; i < (kValues + 1) / 2; ++i) {
           if (i < count) {
-            const float mine = upper ? values[i + count] : values[i];
-            const float theirs = upper ? values[i] : values[i + count];
-            values[i] = max_or_nan(mine, __shfl_xor_sync(kAll, theirs, bit));
+            const float mine = upper ? left[i + count] : left[i];
+            const float theirs = upper ? left[i] : left[i + count];
+            left[i] = max_or_nan(mine, __shfl_xor_sync(kAllLanes, theirs, bit));
           }
         }
       } else {
-        values[0] = max_or_nan(values[0], __shfl_xor_sync(kAll, values[0], bit));
+        left[0] = max_or_nan(left[0], __shfl_xor_sync(kAllLanes, left[0], bit));
       }
     }
 #pragma unroll
-    for (int i = 0; i < kKept; ++i) kept[i] = values[i];
+    for (int i = 0; i < kKept; ++i) kept[i] = left[i];
   }
 };
+
+// Keys [first_key, first_key + kKeys) of a page, at `keys` in shared memory. Where `masked`,
+// last_key(n) is the last key that row n sees.
+template <DType dtype, int kRows, int kKeys, bool kSwizzled, typename LastKey>
+__device__ __forceinline__ void score_keys(uint32_t keys, int first_key,
+                                           const QueryRows<dtype, kRows>& queries,
+                                           RowMaxima<dtype, kRows>& best, bool masked,
+                                           const LastKey& last_key) {
+  using Element = IndexElement<dtype>;
+  constexpr bool kAreM = QueryRows<dtype, kRows>::kAreM;
+  constexpr int kTiles = QueryRows<dtype, kRows>::kTiles, kTileKeys = kAreM ? 8 : 16;
+  // Tiles of keys at a time: enough products that do not wait for each other.
+  constexpr int kMost = kAreM ? 8 / kTiles : (kTiles >= 8 ? 1 : kTiles >= 4 ? 2 : 4);
+  constexpr int kKeyTiles = kKeys / kTileKeys < kMost ? kKeys / kTileKeys : kMost;
+  const int lane = threadIdx.x % 32, group = lane / 4, chunk = lane % 4;
+  // Of key g on top of `key`, a multiple of 8: constants away from that of key 0.
+  const uint32_t place = keys + chunk_offset<dtype, kSwizzled>(group, chunk);
+  const auto key_address = [&](int key, int c) {
+    const uint32_t four = c % 2 * 4 * kChunkBytes;
+    return (kSwizzled ? place ^ four : place + four) + key * Element::kRowBytes +
+           c / 2 * 8 * kChunkBytes;
+  };
+#pragma unroll 1
+  for (int first = 0; first < kKeys; first += kTileKeys * kKeyTiles) {
+    float sums[kKeyTiles][kTiles][4] = {};
+#pragma unroll
+    for (int c = 0; c < kSteps / Element::kChunkSteps; ++c) {
+      uint32_t pairs[kKeyTiles][kTileKeys / 8][Element::kChunkSteps][2];  // of keys g and g + 8
+#pragma unroll
+      for (int key_tile = 0; key_tile < kKeyTiles; ++key_tile) {
+#pragma unroll
+        for (int eight = 0; eight < kTileKeys / 8; ++eight) {
+          const int key = first + kTileKeys * key_tile + 8 * eight;
+          Element::unpack(load_shared_16(key_address(key, c)), pairs[key_tile][eight]);
+        }
+      }
+#pragma unroll
+      for (int step = 0; step < Element::kChunkSteps; ++step) {
+        const auto& query = queries.words[c * Element::kChunkSteps + step];
+#pragma unroll
+        for (int key_tile = 0; key_tile < kKeyTiles; ++key_tile) {
+          const auto& key = pairs[key_tile];
+#pragma unroll
+          for (int tile = 0; tile < kTiles; ++tile) {
+            if constexpr (kAreM) {
+              Element::multiply(query[tile], key[0][step], sums[key_tile][tile]);
+            } else {
+              const uint32_t a[4] = {key[0][step][0], key[1][step][0], key[0][step][1],
+                                     key[1][step][1]};
+              Element::multiply(a, query[tile], sums[key_tile][tile]);
+            }
+          }
+        }
+      }
+    }
+    // Of a row's value, and of two keys, one `kApart` above the other.
+    constexpr int kApart = kAreM ? 1 : 8;
+    const auto sum_of = [&](int value, int key_tile, int above) -> float& {
+      const int side = value % 2;
+      return sums[key_tile][value / 2][kAreM ? 2 * side + above : side + 2 * above];
+    };
+    constexpr int kValues = RowMaxima<dtype, kRows>::kValues;
+    if (masked) {
+#pragma unroll
+      for (int value = 0; value < kValues; ++value) {
+        const int last = last_key(best.row_of(value));
+#pragma unroll
+        for (int key_tile = 0; key_tile < kKeyTiles; ++key_tile) {
+          const int key = first_key + first + kTileKeys * key_tile + (kAreM ? 2 * chunk : group);
+          if (key > last) sum_of(value, key_tile, 0) = -INFINITY;
+          if (key + kApart > last) sum_of(value, key_tile, 1) = -INFINITY;
+        }
+      }
+    }
+#pragma unroll
+    for (int key_tile = 0; key_tile < kKeyTiles; ++key_tile) {
+#pragma unroll
+      for (int value = 0; value < kValues; ++value) {
+        best.add(value, sum_of(value, key_tile, 0), sum_of(value, key_tile, 1));
+      }
+    }
+  }
+}
 
 }  // namespace msa::index_score::sm80

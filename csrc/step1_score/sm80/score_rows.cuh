@@ -7,10 +7,14 @@
 
 namespace msa::index_score::sm80 {
 
-// The page of a request's block, -1 where the table names none of the cache.
-__device__ __forceinline__ int32_t find_page(const ScoreWork& work, const ScoreCursor& cursor) {
-  const int32_t page = page_of(work.batch, cursor.request, cursor.block);
+// An entry of the table, -1 where it names no page of the cache.
+__device__ __forceinline__ int32_t page_or_none(const ScoreWork& work, int32_t page) {
   return page >= 0 && page < work.index_k_cache.num_pages ? page : -1;
+}
+
+// The page of a request's block.
+__device__ __forceinline__ int32_t find_page(const ScoreWork& work, const ScoreCursor& cursor) {
+  return page_or_none(work, page_of(work.batch, cursor.request, cursor.block));
 }
 
 template <DType dtype>
@@ -32,7 +36,8 @@ __device__ __forceinline__ int32_t end_of_token(const ScoreCut& cut, int32_t pos
 // Rows [first_row, first_row + kRows) of a tile; row r is token r / heads, head r % heads.
 template <DType dtype, int kRows>
 struct WarpRows {
-  static constexpr int kKept = RowMaxima<kRows>::kKept;
+  using Maxima = RowMaxima<dtype, kRows>;
+  static constexpr int kKept = Maxima::kKept;
 
   QueryRows<dtype, kRows> queries;
   float* targets[kKept];         // block 0 of the rows that this lane stores
@@ -49,7 +54,7 @@ struct WarpRows {
     first_row = first_row_of_warp;
     first_pos = cursor.tokens.first_pos + tile_token;
     const int32_t rows = cursor.tokens.tile_tokens(cut, cursor.tile) * work.num_heads;
-    queries.load([&](int n) -> const uint8_t* {
+    const auto row_address = [&](int n) -> const uint8_t* {
       const int32_t row = first_row + n;
       if (row >= rows) return nullptr;
       const int32_t token = token_of_row(work, row), head = row - token * work.num_heads;
@@ -57,9 +62,10 @@ struct WarpRows {
              ((first_token + token) * work.index_q.token_stride +
               (work.first_head + head) * work.index_q.head_stride) *
                  (IndexElement<dtype>::kRowBytes / kHeadDim);
-    });
+    };
+    queries.load(row_address, work.inverse_heads >> 31);
     int kept[kKept];
-    RowMaxima<kRows>::kept_rows(kept);
+    Maxima::kept_rows(kept);
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
       const int32_t row = first_row + max(kept[i], 0);
@@ -87,9 +93,9 @@ struct WarpRows {
   }
 
   __device__ __forceinline__ void store(const ScoreWork& work, int32_t block,
-                                        const Maxima<kRows>& best) const {
+                                        const Maxima& best) const {
     float kept[kKept];
-    RowMaxima<kRows>::reduce(best, kept);
+    best.reduce(kept);
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
       if (block < ends[i]) targets[i][block * work.scores.block_stride] = kept[i];

@@ -9,7 +9,7 @@
 //           (score_plan.h); a tile is as many tokens as fill kRows query rows.
 // Roles     all warps alike: each copies its own pages and multiplies them, no CTA barrier at all.
 // Shared    kStages x 8 KiB a warp: the parts of a page, odd rows swizzled (chunk_offset()).
-// Registers the tile's query rows, as B fragments: kRows registers a lane.
+// Registers the tile's query rows, as A fragments: 2 kRows registers a lane, 32 of 8 rows.
 // Timeline  part p + 1 is copied (cp.async) under the products of part p, across pages.
 // Limits    rows of the index cache 16-byte aligned, any page and token stride; 64-bit offsets.
 #pragma once
@@ -72,12 +72,13 @@ __global__ void __launch_bounds__(kStreamWarps * 32)
   while (more) {
     const ScoreCursor cursor = next;
     const int32_t page = next_page;
-    if (new_tile) rows.enter(work, cursor, 0);
+    const bool enters = new_tile;
     new_tile = next.advance(work.batch, work.cut);
     more = next.left > 0;
     next_page = more ? find_page(work, next) : -1;
-    Maxima<kRows> best;
-    clear<kRows>(best);
+    if (enters) rows.enter(work, cursor, 0);  // waits for the queries
+    RowMaxima<dtype, kRows> best;
+    best.clear();
     const bool masked = rows.masked(work, cursor.block);
 #pragma unroll 1
     for (int part = 0; part < kParts; ++part) {

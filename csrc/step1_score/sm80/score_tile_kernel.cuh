@@ -11,7 +11,7 @@
 // Roles     all warps alike: they copy each page together, and each multiplies it with 64 query
 //           rows of its own.
 // Shared    2 stages x a page (32 KiB of bfloat16), odd rows swizzled (chunk_offset()).
-// Registers a warp's 64 query rows, as B fragments: 128 registers a lane.
+// Registers a warp's 64 query rows, as A fragments: 128 registers a lane.
 // Barriers  one __syncthreads a page: it is there, and the other stage has been read.
 // Timeline  page j + 1 is copied (cp.async) under the products of page j, across tiles.
 // Limits    as the stream kernel's.
@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(kTileThreads, 2)
     __syncthreads();
     copy_page(next_page, stage ^ 1);
     if (cursor.block >= rows.end) continue;
-    Maxima<kWarpRows> best;
-    clear<kWarpRows>(best);
+    RowMaxima<dtype, kWarpRows> best;
+    best.clear();
     if (page >= 0) {
       score_keys<dtype, kWarpRows, kBlock, true>(
           stages + stage * kPageBytes, 0, rows.queries, best, rows.masked(work, cursor.block),

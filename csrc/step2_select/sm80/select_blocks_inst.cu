@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "configs/built_configs.h"
+#include "device/positions.cuh"
 #include "step1_score/score_run.h"
 #include "step2_select/select_blocks_params.h"
 #include "step2_select/sm80/topk_blocks_run.h"
@@ -69,6 +70,7 @@ void run_select_blocks(const SelectBlocksParams& params, const ExecContext& cont
     topk_blocks::sm80::TopkKernelParams topk{};
     topk.scores = scores;
     topk.batch = params.batch;
+    topk.tokens_each = tokens_of_each(params.batch);
     topk.first_token = begin;
     topk.num_tokens = end - begin;
     topk.after_scores = scored;

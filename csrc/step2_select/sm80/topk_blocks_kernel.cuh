@@ -38,7 +38,7 @@ template <int kWarps>
 struct RowScratch {
   uint32_t maxima[kWarps][32];
   int32_t counts[2][kWarps];
-  uint2 list[kShortList + 1];  // key and block; the last takes what does not fit
+  uint2 list[kShortList + 1];  // key and block; the last takes what does not fit or belong
   int32_t chosen[kMaxTopk];
 };
 
@@ -52,6 +52,8 @@ struct RowSelector {
   int lane, warp;
   int32_t first, end;  // this lane's blocks: first, first + 32, ... below end, `steps` of them
   int32_t steps;
+  const float* source;  // of block `first`; `left` scores from it on are the lane's, 32 apart
+  int32_t left;
   uint32_t keys[kResident ? kValues : 1];
 
   static __device__ __forceinline__ void sync() {
@@ -67,16 +69,20 @@ struct RowSelector {
     return step < steps && block < end ? score_key(scores[block * block_stride]) : 0;
   }
 
-  __device__ __forceinline__ void start(const RowBlocks& blocks) {
+  // Which blocks are the lane's; reads no score.
+  __device__ __forceinline__ void place(const RowBlocks& blocks) {
     const int32_t count = blocks.local_begin - blocks.init_end;
     steps = ((count + 31) / 32 + kWarps - 1) / kWarps;
     first = blocks.init_end + warp * steps * 32 + lane;
     end = blocks.local_begin;
+    source = scores + first * block_stride;
+    left = steps > 0 ? min(end - first, steps * 32) : 0;
+  }
+
+  __device__ __forceinline__ void load_keys() {
     if constexpr (kResident) {
       // All loads before the first use; of neighbouring scores, from one address.
       float values[kValues];
-      const float* const source = scores + first * block_stride;
-      const int32_t left = steps > 0 ? min(end - first, steps * 32) : 0;
       if (block_stride == 1) {
 #pragma unroll
         for (int i = 0; i < kValues; ++i) values[i] = 32 * i < left ? source[32 * i] : 0.0f;
@@ -151,10 +157,11 @@ struct RowSelector {
   __device__ __forceinline__ int32_t compact(uint32_t least, int32_t place) const {
     const unsigned lower_lanes = (1u << lane) - 1;
     for_each([&](uint32_t key, int32_t block) {
-      const unsigned passing = __ballot_sync(kAllLanes, key >= least);
+      const bool passes = key >= least;
+      const unsigned passing = __ballot_sync(kAllLanes, passes);
       if (kWarps > 1 && passing == 0) return;  // the rule in long rows
       const int32_t mine = min(place + __popc(passing & lower_lanes), kShortList);
-      if (key >= least) scratch.list[mine] = {key, static_cast<uint32_t>(block)};
+      scratch.list[passes ? mine : kShortList] = {key, static_cast<uint32_t>(block)};
       place += __popc(passing);
     });
     return place;
@@ -215,8 +222,9 @@ struct RowSelector {
     });
   }
 
+  // After place(), once the scores are there.
   __device__ __forceinline__ void select(const RowBlocks& blocks) {
-    start(blocks);
+    load_keys();
     const uint32_t bound = lower_bound(blocks.capacity);
     int32_t listed;
     if constexpr (kWarps == 1) {
@@ -252,19 +260,21 @@ __global__ void __launch_bounds__(kWarps == 1 ? kRowsPerCta * 32 : kWarps * 32, 
     visible =
         static_cast<int32_t>(min(static_cast<int64_t>(max(listed, 0)), params.scores.num_blocks));
   } else {
-    const TokenPosition position =
-        find_position_by_warp(params.batch, static_cast<int32_t>(params.first_token + token));
+    const TokenPosition position = find_position_by_warp(
+        params.batch, static_cast<int32_t>(params.first_token + token), params.tokens_each);
     visible = position.request < 0 ? 0 : visible_blocks(params.batch, position.pos);
   }
   const RowBlocks blocks(params.rule, visible);
+  RowSelector<kWarps, kValues> selector{
+      params.scores.data + head * params.scores.head_stride + token * params.scores.token_stride,
+      params.scores.block_stride, scratch, lane, kWarps == 1 ? 0 : warp};
+  selector.place(blocks);
+  int32_t* const target = static_cast<int32_t*>(params.ids.data) + head * params.ids.head_stride +
+                          (params.first_token + token) * params.ids.token_stride +
+                          lane * params.ids.slot_stride;
   if (params.after_scores) wait_for_previous_kernel();
 
-  if (blocks.capacity > 0) {
-    RowSelector<kWarps, kValues> selector{
-        params.scores.data + head * params.scores.head_stride + token * params.scores.token_stride,
-        params.scores.block_stride, scratch, lane, kWarps == 1 ? 0 : warp};
-    selector.select(blocks);
-  }
+  if (blocks.capacity > 0) selector.select(blocks);
   RowSelector<kWarps, kValues>::sync();
   if (kWarps > 1 && warp > 0) return;
   int32_t id = -1;
@@ -275,11 +285,7 @@ __global__ void __launch_bounds__(kWarps == 1 ? kRowsPerCta * 32 : kWarps * 32, 
   } else if (lane < min(static_cast<int32_t>(params.rule.topk), visible)) {
     id = blocks.local_begin + lane - blocks.init_end - blocks.capacity;
   }
-  if (lane < params.ids.topk) {
-    static_cast<int32_t*>(params.ids.data)[head * params.ids.head_stride +
-                                           (params.first_token + token) * params.ids.token_stride +
-                                           lane * params.ids.slot_stride] = id;
-  }
+  if (lane < params.ids.topk) *target = id;
 }
 
 }  // namespace msa::topk_blocks::sm80

@@ -11,6 +11,7 @@ struct TopkKernelParams {
   const int32_t* visible_blocks;  // [T], or null: they follow from `batch`
   int64_t visible_stride;
   BatchView batch;
+  int32_t tokens_each;  // tokens_of_each(batch)
   int64_t first_token;  // tokens [first_token, first_token + num_tokens) of ids are written
   int64_t num_tokens;
   // The kernel before this one has waited for all that came earlier, and writes nothing but scores:

@@ -39,11 +39,11 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t head = unit / num_tokens;
   const int32_t token = unit % num_tokens;
   wait_for_previous_kernel();
+  const float v_scale = load_scale(attend.v_scale, head);
   walk_slices<Element, kSparse, kWarps>(params, shared, head, token, split);
   start_next_kernel();
   __syncthreads();
   const int group = static_cast<int>(attend.group_size);
-  const float v_scale = scale_of(attend.v_scale, head);
   for (int row = threadIdx.x / 32; row < group; row += kWarps) {
     float maximum, sum;
     const float4 o = merge_warps(shared, row, maximum, sum);

@@ -26,7 +26,7 @@
 namespace msa::decode::sm80 {
 
 constexpr int kStages = 3;
-constexpr int kRows = 16;               // of a product: G query heads, the others 0
+constexpr int kRows = 16;               // of a product: G query heads, the last one repeated
 constexpr int kPartBytes = 4096;        // K or V of a slice
 constexpr int kOStride = kHeadDim + 8;  // floats between rows of o in shared memory
 constexpr float kLog2E = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f;
@@ -47,6 +47,18 @@ __device__ __forceinline__ float reference_of(float maximum) {
   return maximum == -INFINITY ? 0.0f : maximum;
 }
 
+// Two weights as an operand: float16 beside an FP8 cache.
+template <typename Element>
+__device__ __forceinline__ uint32_t pack_weights(float first, float second) {
+  if constexpr (Slice<Element>::kFp8) {
+    const __half2 pair = __floats2half2_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+}
+
 // The 16 rows of q in registers; of a lane rows g and g + 8. Beside an FP8 cache they are float16
 // like K, each row times a power of two that brings its largest value under 2^15: what that rounds
 // away of the small ones is 2^-39 of the largest.
@@ -62,15 +74,16 @@ struct Query {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int head = lane / 4 + 8 * r;
+      // Past the group its last head again, which nobody looks at: a choice between a load and 0
+      // would wait for the load.
+      const int64_t head = min(static_cast<int64_t>(lane / 4 + 8 * r), group - 1);
       const char* row = static_cast<const char*>(view.data) +
                         2 * (token * view.token_stride + (first_head + head) * view.head_stride);
 #pragma unroll
       for (int vector = 0; vector < 4; ++vector) {
         const int offset = S::kFp8 ? vector / 2 * 128 + lane % 4 * 32 + vector % 2 * 16
                                    : vector * 64 + lane % 4 * 16;
-        words[r][vector] = make_uint4(0, 0, 0, 0);
-        if (head < group) words[r][vector] = *reinterpret_cast<const uint4*>(row + offset);
+        words[r][vector] = *reinterpret_cast<const uint4*>(row + offset);
       }
     }
   }
@@ -255,13 +268,7 @@ struct Rows {
         const float first = exp2_fast(s[tile][2 * r] - reference[r]);
         const float second = exp2_fast(s[tile][2 * r + 1] - reference[r]);
         added[r] += first + second;
-        if constexpr (S::kFp8) {
-          const __half2 pair = __floats2half2_rn(first, second);
-          p[tile][r] = *reinterpret_cast<const uint32_t*>(&pair);
-        } else {
-          const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
-          p[tile][r] = *reinterpret_cast<const uint32_t*>(&pair);
-        }
+        p[tile][r] = pack_weights<Element>(first, second);
       }
     }
 #pragma unroll

@@ -6,19 +6,18 @@
 //   l = l * exp(m - m') + sum p;  o = o * exp(m - m') + p V;  out = o / l;  lse = m + log(l)
 //
 // Grid      (token, KV head) x splits. The tokens of a request, which share most blocks, run side
-// by
-//           side and find them in L2. The warps of all splits of a unit take turns at the row's
+//           by side and find them in L2. The warps of all splits of a unit take turns at the row's
 //           slices: 16 tokens of a block (32 of an FP8 cache), K and V.
-// Roles     all W warps alike (4; 8 in a cluster), each its own producer: no barrier but the one
-//           before the merge.
-// Registers q as 16 rows (G heads, then 0); o of 16 x 128; what to fetch of the warp's next 32
-//           slices, one a lane.
+// Roles     all W warps alike (4), each its own producer: no barrier but the one before the merge.
+//           Hopper's cluster kernel (sm90/decode_cluster_kernel.cuh) has a walk of its own.
+// Registers q as 16 rows (G heads, the last one repeated); o of 16 x 128; what to fetch of the
+//           warp's next 32 slices, one a lane.
 // Shared    ring    W warps x 3 stages x (K 4096, V 4096)   98,304 at W 4; layout: decode_slice.cuh
 //           o       W warps x 16 rows x 136 floats, over each warp's own part of the ring
 //           state   W warps x 16 rows (m, l)
 //           valid   W warps x 3 stages: tokens of the slice that count
 // Barriers  __syncthreads once, between the last slice and the merge of the warps.
-// Timeline  q and ids | position beside them | pages | 3 slices fetched, then for each slice:
+// Timeline  position, ids and scales | pages and q | 3 slices fetched, then for each slice:
 //           wait K | S = Q K^T | fetch K of slice + 3 | softmax | wait V | O += P V | fetch V of
 //           slice + 3. Two cp.async groups a slice, in this order.
 // Unseen    tokens past pos and slices of blocks that do not count: zero-filled by the copy, which
@@ -61,11 +60,18 @@ struct KeyRow {
 };
 
 template <bool kSparse>
-__device__ __forceinline__ KeyRow find_row(const DecodeParams& params, int32_t token) {
+__device__ __forceinline__ PositionGuess guess_row(const DecodeParams& params, int32_t token) {
+  if (!kSparse && params.attend.batch.cu_seqlens_q == nullptr) return {};
+  return guess_position(params.attend.batch, token, params.tokens_each);
+}
+
+template <bool kSparse>
+__device__ __forceinline__ KeyRow find_row(const DecodeParams& params, int32_t token,
+                                           const PositionGuess& guess) {
   const BatchView& batch = params.attend.batch;
   TokenPosition where;
   if (kSparse || batch.cu_seqlens_q != nullptr) {
-    where = find_position_by_warp(batch, token, params.tokens_each);
+    where = find_position_by_warp(batch, token, guess);
   } else {
     where = {token, seq_len_of(batch, token) - 1};
   }
@@ -78,6 +84,11 @@ __device__ __forceinline__ KeyRow find_row(const DecodeParams& params, int32_t t
   const int32_t visible = visible_blocks(batch, where.pos);
   return {where.request, where.pos,
           kSparse ? min(visible, static_cast<int32_t>(params.ids.topk)) : visible};
+}
+
+template <bool kSparse>
+__device__ __forceinline__ KeyRow find_row(const DecodeParams& params, int32_t token) {
+  return find_row<kSparse>(params, token, guess_row<kSparse>(params, token));
 }
 
 // Of one slice: the block that it is part of, and the page of that; -1: it counts nothing.
@@ -95,8 +106,68 @@ __device__ __forceinline__ SliceSource find_slice(const DecodeParams& params, co
   return {block, page_of(params.attend.batch, row.request, block)};
 }
 
-// How a lane copies K or V of a slice: 8 vectors, 32 / kVectors rows apart.
-template <typename Element>
+// What to copy of a slice: its first `valid` tokens, the first of them token `first` of the page.
+struct SliceTokens {
+  int32_t page = 0, first = 0;
+  int32_t valid = 0;  // 0: nothing of the slice counts
+};
+
+// The slices of a warp: every `turn`-th of its unit's. Looked up 32 at a time, one a lane.
+template <typename Element, bool kSparse>
+struct WarpSlices {
+  using S = Slice<Element>;
+  const DecodeParams& params;
+  int64_t head;
+  int32_t token, first_slice, turn;
+  KeyRow row;
+  int32_t count;             // of the unit
+  SliceSource ahead, after;  // the lane's of the 32 at hand, and of the next 32
+
+  __device__ __forceinline__ int32_t slot_of(int32_t index) const {
+    return (first_slice + index * turn) / S::kPerBlock;
+  }
+  __device__ __forceinline__ bool has(int32_t index) const {
+    return first_slice + index * turn < count;
+  }
+  __device__ __forceinline__ LoadingId id_of(int32_t slot) const {
+    if (!kSparse || slot >= params.ids.topk) return {};
+    return start_load_id(params.ids, head, token, slot);
+  }
+  __device__ __forceinline__ SliceSource source_of(int32_t slot, const LoadingId& id) const {
+    return find_slice<kSparse>(params, row, slot, kSparse ? whole_id(params.ids, id) : -1);
+  }
+
+  // lane_id: id_of(slot_of(lane)), which needs no position and may have been fetched beside it.
+  __device__ __forceinline__ void look_up(const LoadingId& lane_id, const PositionGuess& guess) {
+    row = find_row<kSparse>(params, token, guess);
+    count = row.blocks * S::kPerBlock;
+    ahead = source_of(slot_of(threadIdx.x % 32), lane_id);
+    after = {0, -1};
+  }
+
+  // Slice `index` of the warp; asked for one after the other.
+  __device__ __forceinline__ SliceTokens get(int32_t index) {
+    if (index % 32 == 0) {
+      if (index != 0) ahead = after;
+      const int32_t slot = slot_of(index + 32 + threadIdx.x % 32);
+      after = source_of(slot, id_of(slot));
+    }
+    SliceTokens tokens;
+    tokens.page = __shfl_sync(kAllLanes, ahead.page, index % 32);
+    const int32_t block = __shfl_sync(kAllLanes, ahead.block, index % 32);
+    const int32_t slice = first_slice + index * turn;
+    tokens.first = slice % S::kPerBlock * S::kTokens;
+    tokens.valid = min(S::kTokens, row.pos + 1 - block * kBlock - tokens.first);
+    if (tokens.page < 0 || tokens.page >= params.attend.k_cache.num_pages || slice >= count) {
+      tokens.page = tokens.valid = 0;
+    }
+    return tokens;
+  }
+};
+
+// How a lane copies K or V of a slice: 8 vectors, 32 / kVectors rows apart. kVForAll: V for all
+// warps, which read it by ldmatrix whatever its type, and 0 in whole where nothing of it counts.
+template <typename Element, bool kVForAll = false>
 struct LaneCopy {
   using S = Slice<Element>;
   static constexpr int kStepRows = 32 / S::kVectors;
@@ -119,7 +190,7 @@ struct LaneCopy {
     v = static_cast<const char*>(params.v_cache.data) + bytes(head * params.v_cache.head_stride) +
         row * v_token + vector * 16;
     k_place = row * S::kRowBytes + (vector ^ row % 2 * 4) * 16;
-    v_place = row * S::kRowBytes + (vector ^ (S::kFp8 ? row / 2 * 2 : row)) * 16;
+    v_place = row * S::kRowBytes + (vector ^ (S::kFp8 && !kVForAll ? row / 2 * 2 : row)) * 16;
   }
 
   static __device__ __forceinline__ void copy_vector(uint32_t place, const char* source, bool whole,
@@ -143,7 +214,7 @@ struct LaneCopy {
     commit_async_copies();
   }
   __device__ __forceinline__ void copy_v(uint32_t part, int32_t page, int first, int valid) const {
-    if (valid <= 0) return commit_async_copies();  // nobody will look at it
+    if (!kVForAll && valid <= 0) return commit_async_copies();  // nobody will look at it
     const char* source = v + page * v_page + first * v_token;
     const bool whole = valid == S::kTokens;
 #pragma unroll
@@ -156,7 +227,9 @@ struct LaneCopy {
   }
 };
 
-// o / l of the G rows, and their LSE.
+// o / l of the G rows, and their LSE. A lane's columns: 4 lane and on; kApart: 16 (lane / 4) +
+// 2 (lane % 4), the next, and both again 8 further on.
+template <bool kApart = false>
 __device__ __forceinline__ void store_result(const AttendParams& params, int64_t token,
                                              int64_t head, int row, float4 o, float maximum,
                                              float sum, float v_scale) {
@@ -167,8 +240,14 @@ __device__ __forceinline__ void store_result(const AttendParams& params, int64_t
   const __nv_bfloat162 high = __floats2bfloat162_rn(o.z * normalise, o.w * normalise);
   auto* out = static_cast<__nv_bfloat16*>(params.out.data) + token * params.out.token_stride +
               q_head * params.out.head_stride;
-  reinterpret_cast<uint2*>(out)[lane] = make_uint2(*reinterpret_cast<const uint32_t*>(&low),
-                                                   *reinterpret_cast<const uint32_t*>(&high));
+  if constexpr (kApart) {
+    auto* pairs = reinterpret_cast<__nv_bfloat162*>(out) + lane / 4 * 8 + lane % 4;
+    pairs[0] = low;
+    pairs[4] = high;
+  } else {
+    reinterpret_cast<uint2*>(out)[lane] = make_uint2(*reinterpret_cast<const uint32_t*>(&low),
+                                                     *reinterpret_cast<const uint32_t*>(&high));
+  }
   if (lane == 0 && params.lse.data != nullptr) {
     params.lse.data[token * params.lse.token_stride + q_head * params.lse.head_stride] =
         sum == 0.0f ? -INFINITY : (maximum + log2f(sum)) * kLn2;
@@ -213,53 +292,34 @@ __device__ __forceinline__ void walk_slices(const DecodeParams& params,
   const AttendParams& attend = params.attend;
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0);
-  const int32_t first_slice = split * kWarps + warp, turn = params.splits * kWarps;
-
-  // Neither q nor the ids need the position: their latency lies beside that of the look-up.
+  // Position and ids do not wait for each other, nor do pages and q, which the compiler waits for
+  // where they are loaded.
+  const PositionGuess guess = guess_row<kSparse>(params, token);
+  WarpSlices<Element, kSparse> slices{params, head, token, split * kWarps + warp,
+                                      params.splits * kWarps};
+  const LoadingId lane_id = slices.id_of(slices.slot_of(lane));
+  const float k_scale = load_scale(attend.k_scale, head);
+  slices.look_up(lane_id, guess);
   Query<Element> query;
   query.load(attend.q, token, head * attend.group_size, attend.group_size);
-  const auto slot_of = [&](int32_t index) { return (first_slice + index * turn) / S::kPerBlock; };
-  const auto id_of = [&](int32_t slot) {
-    return kSparse && slot < params.ids.topk ? load_id(params.ids, head, token, slot) : -1;
-  };
-  const int32_t lane_slot = slot_of(lane);
-  const int64_t lane_id = id_of(lane_slot);
-  const KeyRow row = find_row<kSparse>(params, token);
-  SliceSource ahead = find_slice<kSparse>(params, row, lane_slot, lane_id), after{0, -1};
 
   const LaneCopy<Element> copy(attend, head);
-  const int32_t slices = row.blocks * S::kPerBlock;
-
-  // What is to be copied for the slice after the last copied one.
-  int32_t page = 0, first = 0, valid = 0;
-  const auto next_source = [&](int32_t index) {
-    if (index % 32 == 0) {
-      if (index != 0) ahead = after;
-      const int32_t slot = slot_of(index + 32 + lane);
-      after = find_slice<kSparse>(params, row, slot, id_of(slot));
-    }
-    page = __shfl_sync(kAllLanes, ahead.page, index % 32);
-    const int32_t block = __shfl_sync(kAllLanes, ahead.block, index % 32);
-    const int32_t slice = first_slice + index * turn;
-    first = slice % S::kPerBlock * S::kTokens;
-    valid = min(S::kTokens, row.pos + 1 - block * kBlock - first);
-    if (page < 0 || page >= attend.k_cache.num_pages || slice >= slices) page = valid = 0;
-  };
+  SliceTokens next;  // to be copied
   const uint32_t ring = shared_address(shared.ring[warp]);
   for (int stage = 0; stage < kStages; ++stage) {
     const uint32_t k = ring + stage * 2 * kPartBytes, v = k + kPartBytes;
-    next_source(stage);
-    if (lane == 0) shared.valid[warp][stage] = valid;
-    copy.copy_k(k, page, first, valid);
-    copy.copy_v(v, page, first, valid);
+    next = slices.get(stage);
+    if (lane == 0) shared.valid[warp][stage] = next.valid;
+    copy.copy_k(k, next.page, next.first, next.valid);
+    copy.copy_v(v, next.page, next.first, next.valid);
   }
 
   Rows<Element> rows;
   rows.clear();
-  query.prepare(attend.scale * scale_of(attend.k_scale, head) * kLog2E);
+  query.prepare(attend.scale * k_scale * kLog2E);
   int stage = 0;
 #pragma unroll 1
-  for (int32_t index = 0; first_slice + index * turn < slices; ++index) {
+  for (int32_t index = 0; slices.has(index); ++index) {
     // Behind the group that a wait is for: V, K and V of 2 slices; or K and V of 2 slices, K.
     wait_async_copies<2 * kStages - 1>();
     __syncwarp();
@@ -269,9 +329,9 @@ __device__ __forceinline__ void walk_slices(const DecodeParams& params,
     uint32_t p[S::kColumns][2];
     if (slice_valid > 0) score(query, k, s);
     __syncwarp();
-    next_source(index + kStages);
-    if (lane == 0) shared.valid[warp][stage] = valid;
-    copy.copy_k(k, page, first, valid);
+    next = slices.get(index + kStages);
+    if (lane == 0) shared.valid[warp][stage] = next.valid;
+    copy.copy_k(k, next.page, next.first, next.valid);
     if (slice_valid > 0) {
       float factor[2];
       rows.softmax(s, slice_valid, query.scale, p, factor);
@@ -281,7 +341,7 @@ __device__ __forceinline__ void walk_slices(const DecodeParams& params,
     __syncwarp();
     if (slice_valid > 0) rows.add_values(v, p);
     __syncwarp();
-    copy.copy_v(v, page, first, valid);
+    copy.copy_v(v, next.page, next.first, next.valid);
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
   wait_async_copies<0>();

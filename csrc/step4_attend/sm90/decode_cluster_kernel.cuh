@@ -1,34 +1,47 @@
 // Step 4, sparse_decode and paged_decode on Hopper, calls so small that every CTA has an SM of its
-// own: the portable kernel's walk (sm80/decode_walk.cuh: math, roles, shared memory, timeline) with
-// 8 warps and twice the bytes in flight, the splits of a unit merged in a cluster.
+// own: the portable kernel's math (sm80/decode_walk.cuh) with 8 warps that share their softmax and
+// split D, so that a CTA has one part of a row and no merge of warps; the parts of a unit, one a
+// CTA, meet in a cluster.
 //
 // Grid      splits x T x Hkv, the splits of a unit one cluster of 1 to 16 CTAs.
-// Shared    as there with 8 warps (ring 196,608), and
-//           inbox        [split][row of this CTA][D] floats       8,192 and up to a row a split
-//           more inbox_state  [split][row of this CTA] (m, l) CTA r merges rows r * R to r * R + R
-//           - 1 of the G, R = ceil(G / splits).
-// Barriers  cluster  all threads of all CTAs, phase 0: arrive at the start, wait before the first
-//                    remote store (every CTA has started); phase 1: arrive and wait after the last
-//                    (every part has come). Nobody touches another CTA's memory after that, so CTAs
-//                    end when they like.
-// Timeline  walk | __syncthreads | warps' parts merged, row by row to the CTA that owns it |
-// cluster
-//           barrier | splits' parts merged, stored. One launch, no workspace.
-// Order     warps, then splits, ascending.
+// Rounds    slice i of a unit belongs to CTA i % splits, there to warp i / splits % 8: a round is 8
+//           slices of a CTA, and what is left for the last round is spread over the CTAs.
+// Roles     all warps alike. Of a round's slice of its own a warp brings K and V and computes S; of
+//           all 8 it computes O's columns [16 warp, 16 warp + 16).
+// Registers q as 16 rows (G heads, the last one repeated); o of 16 x 16, even and odd slices in
+//           sums of their own; what to fetch of the warp's next 32 slices, one a lane.
+// Shared    ring     8 warps x 3 stages x (K 4096, V 4096)                   196,608
+//           weights  P of a round, 8 slices as operands, 16 bytes a lane       4,096, FP8 8,192
+//           maxima, sums  [row][warp]                                          1,024
+//           inbox    [split][row of this CTA][D] floats, as the senders have them   16,384
+//           inbox_state  [split][row of this CTA] (m, l). CTA r merges the R rows from r * R on,
+//                    R = ceil(G / splits).
+// Timeline  position, ids and scales | pages and q | K and V of 2 rounds, then for each round:
+//           wait K | S = Q K^T | row maxima | __syncthreads | fetch K and V of round + 2 | P |
+//           wait V | __syncthreads | O += P V. Two cp.async groups a round: K, then V.
+//           Then o goes to the CTAs that own its rows; they merge the parts and store. One launch,
+//           no workspace.
+// Barriers  __syncthreads, 1st of a round: the maxima are there, V of the round before has been
+//           read; 2nd: P and V are there, the maxima have been read.
+//           cluster  arrive at the start, wait before the first send: every CTA has started.
+//           arrived  1 arrival, and the bytes of all parts of this CTA's rows. Nobody touches the
+//                    memory of a CTA after that, so CTAs end when they like.
+// Unseen    as in the walk, but V of a slice that does not count is zeroed: all multiply it by 0.
+// Order     a CTA's rounds, in them the slices of even warps and those of odd ones, ascending;
+//           then even + odd; then splits, ascending.
 #pragma once
 
 #include "device/sm90/cluster.cuh"
+#include "device/sm90/mbarrier.cuh"
 #include "step4_attend/sm80/decode_walk.cuh"
 
 namespace msa::decode::sm90 {
 
 using namespace msa::decode::sm80;
-using msa::sm90::cluster_address;
-using msa::sm90::cluster_arrive;
-using msa::sm90::cluster_store;
-using msa::sm90::cluster_wait;
+namespace hopper = msa::sm90;
 
 constexpr int kClusterWarps = 8, kClusterThreads = kClusterWarps * 32;
+static_assert(kClusterWarps * 16 == kHeadDim, "a warp owns 16 columns of o");
 
 struct ClusterParams {
   DecodeParams decode;
@@ -36,59 +49,300 @@ struct ClusterParams {
   int32_t inverse_r;  // row / R = row * inverse_r >> 16
 };
 
-struct ClusterStorage : SharedStorage<kClusterWarps> {
+struct ClusterStorage {
   static constexpr int kInboxRows = kRows + kMaxClusterSplits;  // splits * ceil(G / splits) is less
+  alignas(1024) uint8_t ring[kClusterWarps][kStages][2][kPartBytes];
+  uint4 weights[kClusterWarps * 2 * 32];
+  alignas(16) float maxima[kRows][kClusterWarps];
+  alignas(16) float sums[kRows][kClusterWarps];
   alignas(16) float4 inbox[kInboxRows * kHeadDim / 4];
   float2 inbox_state[kInboxRows];
+  uint64_t arrived;
 };
 static_assert(sizeof(ClusterStorage) <= 227 * 1024, "shared memory of one CTA");
 
+// Has q, and the table's row of the request that the token is probably of, a part by each CTA of
+// the row's, come to L2 while position and ids are on their way.
+__device__ __forceinline__ void prefetch_inputs(const DecodeParams& params,
+                                                const PositionGuess& guess, int64_t head,
+                                                int32_t token, int32_t split) {
+  constexpr int kLine = 128;
+  constexpr int32_t kEntries = kLine / sizeof(int32_t), kLinesOfHead = kHeadDim * 2 / kLine;
+  const AttendParams& attend = params.attend;
+  const BatchView& batch = attend.batch;
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  if (thread < kLinesOfHead * attend.group_size) {
+    const int64_t q_head = head * attend.group_size + thread / kLinesOfHead;
+    prefetch_to_l2(static_cast<const char*>(attend.q.data) + thread % kLinesOfHead * kLine +
+                   2 * (token * attend.q.token_stride + q_head * attend.q.head_stride));
+  }
+  if (batch.table_col_stride != 1 || guess.request < 0) return;
+  const auto ctas = static_cast<int32_t>(attend.num_kv_heads) * params.splits;
+  const auto cta = static_cast<int32_t>(head) * params.splits + split;
+  const int32_t entry = (thread * ctas + cta) * kEntries;
+  if (entry >= batch.max_pages) return;
+  prefetch_to_l2(batch.block_table + guess.request * batch.table_row_stride + entry);
+}
+
+// The largest, or the sum, of a row's 8 values, one a warp.
+__device__ __forceinline__ float largest_of(const float (&values)[kClusterWarps]) {
+  const auto* fours = reinterpret_cast<const float4*>(values);
+  const float4 low = fours[0], high = fours[1];
+  return fmaxf(fmaxf(fmaxf(low.x, low.y), fmaxf(low.z, low.w)),
+               fmaxf(fmaxf(high.x, high.y), fmaxf(high.z, high.w)));
+}
+__device__ __forceinline__ float sum_of(const float (&values)[kClusterWarps]) {
+  const auto* fours = reinterpret_cast<const float4*>(values);
+  const float4 low = fours[0], high = fours[1];
+  return ((low.x + low.y) + (low.z + low.w)) + ((high.x + high.y) + (high.z + high.w));
+}
+
+// What a warp holds of the CTA's part: columns [16 warp, 16 warp + 16) of 16 rows; of a lane rows g
+// and g + 8. Tile n of o: bf16: columns 8 n + 2 t and the next; FP8: 4 t + n and 4 t + n + 2.
+template <typename Element>
+struct ClusterRows {
+  using S = Slice<Element>;
+  static constexpr int kSteps = S::kTokens / 16;
+  static constexpr float kFirstWeight = Rows<Element>::kFirstWeight;
+  float o[2][2][4] = {};                                   // [slice % 2][tile]
+  float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // the CTA's; of the lane's own columns
+
+  // s -> logits in log2 units, those past `valid` -inf; their largest to shared.maxima.
+  __device__ __forceinline__ void scale_logits(ClusterStorage& shared, int warp,
+                                               float (&s)[S::kColumns][4], int valid,
+                                               const float (&scale)[2]) {
+    const int row = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
+    float largest[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int tile = 0; tile < S::kColumns; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        s[tile][i] = tile * 8 + quad * 2 + i % 2 < valid ? s[tile][i] * scale[i / 2] : -INFINITY;
+        largest[i / 2] = fmaxf(largest[i / 2], s[tile][i]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 1));
+      largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 2));
+      if (quad == 0) shared.maxima[row + 8 * r][warp] = largest[r];
+    }
+  }
+
+  // Logits -> P to shared.weights; o shrinks to the new maximum.
+  __device__ __forceinline__ void store_weights(ClusterStorage& shared, int warp,
+                                                const float (&s)[S::kColumns][4]) {
+    const int lane = threadIdx.x % 32, row = lane / 4;
+    float reference[2], factor[2], added[2] = {};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float largest =
+          fmaxf(largest_of(shared.maxima[row + 8 * r]) - kFirstWeight, maximum[r]);
+      reference[r] = reference_of(largest);
+      factor[r] = exp2_fast(maximum[r] - reference[r]);
+      maximum[r] = largest;
+    }
+    uint32_t p[S::kColumns][2];
+#pragma unroll
+    for (int tile = 0; tile < S::kColumns; ++tile) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float first = exp2_fast(s[tile][2 * r] - reference[r]);
+        const float second = exp2_fast(s[tile][2 * r + 1] - reference[r]);
+        added[r] += first + second;
+        p[tile][r] = pack_weights<Element>(first, second);
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      shared.weights[(warp * kSteps + step) * 32 + lane] =
+          make_uint4(p[2 * step][0], p[2 * step][1], p[2 * step + 1][0], p[2 * step + 1][1]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum[r] = sum[r] * factor[r] + added[r];
+#pragma unroll
+    for (auto& slices : o) {
+#pragma unroll
+      for (auto& tile : slices) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) tile[i] *= factor[i / 2];
+      }
+    }
+  }
+
+  // The warp's share of l, after its last round.
+  __device__ __forceinline__ void store_sums(ClusterStorage& shared, int warp) {
+    const int row = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float whole = sum[r] + __shfl_xor_sync(kAllLanes, sum[r], 1);
+      whole += __shfl_xor_sync(kAllLanes, whole, 2);
+      if (threadIdx.x % 4 == 0) shared.sums[row + 8 * r][warp] = whole;
+    }
+  }
+
+  // o += P V of the round's 8 slices; `values`: where the lane reads V of slice 0.
+  __device__ __forceinline__ void add_values(const ClusterStorage& shared, uint32_t values) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int slice = 0; slice < kClusterWarps; ++slice) {
+      auto& sums = o[slice % 2];
+      uint32_t b[4];
+      load_matrices_transposed(b, values + slice * sizeof(shared.ring[0]));
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const uint4 p = shared.weights[(slice * kSteps + step) * 32 + lane];
+        const uint32_t a[4] = {p.x, p.y, p.z, p.w};
+        if constexpr (S::kFp8) {  // of two tokens d and d + 1: by d, then by token
+          uint32_t low[2], high[2];
+          fp8_to_f16(__byte_perm(b[2 * step], 0, 0x3120), low[0], high[0]);
+          fp8_to_f16(__byte_perm(b[2 * step + 1], 0, 0x3120), low[1], high[1]);
+          multiply_f16(sums[0], a, low[0], low[1]);
+          multiply_f16(sums[1], a, high[0], high[1]);
+        } else {
+          multiply_bf16(sums[0], a, b[0], b[1]);
+          multiply_bf16(sums[1], a, b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  // Where the lane reads the warp's columns of the V at `v`: of bf16 two vectors of 16 tokens, of
+  // FP8 one of 32.
+  static __device__ __forceinline__ uint32_t value_address(uint32_t v, int warp) {
+    const int lane = threadIdx.x % 32, token = S::kFp8 ? lane : lane % 16;
+    const int vector = S::kFp8 ? warp : 2 * warp + lane / 16;
+    return v + token * S::kRowBytes + (vector ^ token % 8) * 16;
+  }
+
+  // The lane's columns of row g + 8 r.
+  __device__ __forceinline__ float4 columns(int r) const {
+    const auto whole = [&](int tile, int i) {
+      return o[0][tile][2 * r + i] + o[1][tile][2 * r + i];
+    };
+    if constexpr (S::kFp8) return make_float4(whole(0, 0), whole(1, 0), whole(0, 1), whole(1, 1));
+    return make_float4(whole(0, 0), whole(0, 1), whole(1, 0), whole(1, 1));
+  }
+};
+
 template <typename Element, bool kSparse>
-__global__ void __launch_bounds__(kClusterThreads)
+__global__ void __launch_bounds__(kClusterThreads, 1)
     msa_decode_cluster_sm90_kernel(const __grid_constant__ ClusterParams params) {
+  using S = Slice<Element>;
   extern __shared__ __align__(1024) uint8_t shared_memory[];
   ClusterStorage& shared = *reinterpret_cast<ClusterStorage*>(shared_memory);
-  cluster_arrive();
   const AttendParams& attend = params.decode.attend;
   const auto split = static_cast<int32_t>(blockIdx.x), token = static_cast<int32_t>(blockIdx.y);
   const int64_t head = blockIdx.z;
-  wait_for_previous_kernel();
-  walk_slices<Element, kSparse, kClusterWarps>(params.decode, shared, head, token, split);
-  start_next_kernel();
-  const float v_scale = scale_of(attend.v_scale, head);
-  __syncthreads();
-
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0);
   const int group = static_cast<int>(attend.group_size), splits = params.decode.splits;
-  const int rows = params.rows;
-  cluster_wait();
-#pragma unroll
-  for (int turn = 0; turn < kRows / kClusterWarps; ++turn) {
-    const int row = warp + turn * kClusterWarps;
-    if (row >= group) break;
-    float maximum, sum;
-    const float4 o = merge_warps(shared, row, maximum, sum);
-    if (splits == 1) {
-      store_result(attend, token, head, row, o, maximum, sum, v_scale);
-      continue;
+  const int own_rows = min(params.rows, max(0, group - split * params.rows));
+  if (threadIdx.x == 0) {
+    hopper::barrier_init(&shared.arrived, 1);
+    hopper::fence_barrier_init();
+    hopper::barrier_arrive_expect(&shared.arrived,
+                                  splits * own_rows * (kHeadDim * sizeof(float) + sizeof(float2)));
+  }
+  __syncwarp();
+  hopper::cluster_arrive_relaxed();
+  wait_for_previous_kernel();
+
+  // Position and ids do not wait for each other, nor do pages and q, which the compiler waits for
+  // where they are loaded.
+  const PositionGuess guess = guess_row<kSparse>(params.decode, token);
+  WarpSlices<Element, kSparse> slices{params.decode, head, token, warp * splits + split,
+                                      splits * kClusterWarps};
+  const LoadingId lane_id = slices.id_of(slices.slot_of(lane));
+  const float k_scale = load_scale(attend.k_scale, head);
+  const float v_scale = load_scale(attend.v_scale, head);
+  if (kSparse) prefetch_inputs(params.decode, guess, head, token, split);
+  slices.look_up(lane_id, guess);
+  Query<Element> query;
+  query.load(attend.q, token, head * attend.group_size, attend.group_size);
+
+  // Whether the CTA, not just this warp, has a round of that number.
+  const auto is_round = [&](int32_t round) { return round * slices.turn < slices.count; };
+  const LaneCopy<Element, true> copy(attend, head);
+  const auto stage_address = [&](int owner, int stage) {
+    return shared_address(shared.ring[owner][stage]);
+  };
+  // Begins to bring the warp's slice of a round, as two groups. Returns how many of its tokens
+  // count.
+  const auto fetch = [&](int stage, int32_t round) {
+    if (!is_round(round)) {
+      commit_async_copies();
+      commit_async_copies();
+      return 0;
     }
+    const SliceTokens tokens = slices.get(round);
+    const uint32_t k = stage_address(warp, stage);
+    copy.copy_k(k, tokens.page, tokens.first, tokens.valid);
+    copy.copy_v(k + kPartBytes, tokens.page, tokens.first, tokens.valid);
+    return tokens.valid;
+  };
+  int valid = 0, next_valid = 0;  // of this round and of the next one
+#pragma unroll 1
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    valid = next_valid;
+    next_valid = fetch(stage, stage);
+  }
+
+  query.prepare(attend.scale * k_scale * kLog2E);
+  ClusterRows<Element> rows;
+  int stage = 0;
+#pragma unroll 1
+  for (int32_t round = 0; is_round(round); ++round) {
+    wait_async_copies<3>();  // behind K: V, and both of the next round
+    __syncwarp();
+    float s[S::kColumns][4] = {};
+    if (valid > 0) score(query, stage_address(warp, stage), s);
+    rows.scale_logits(shared, warp, s, valid, query.scale);
+    __syncthreads();
+    const int later_valid = fetch(stage == 0 ? kStages - 1 : stage - 1, round + 2);
+    rows.store_weights(shared, warp, s);
+    if (!is_round(round + 1)) rows.store_sums(shared, warp);
+    wait_async_copies<4>();  // behind V: both of the next two rounds
+    __syncthreads();
+    rows.add_values(shared, rows.value_address(stage_address(0, stage) + kPartBytes, warp));
+    valid = next_valid;
+    next_valid = later_valid;
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+  }
+  start_next_kernel();
+
+  hopper::cluster_wait();
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = lane / 4 + 8 * r;
+    if (row >= group) break;
     const int owner = row * params.inverse_r >> 16;
-    const int place = split * rows + row - owner * rows;
-    cluster_store(cluster_address(shared_address(&shared.inbox[place * 32 + lane]), owner), o);
-    if (lane == 0) {
-      cluster_store(cluster_address(shared_address(&shared.inbox_state[place]), owner),
-                    make_float2(maximum, sum));
+    const int place = split * params.rows + row - owner * params.rows;
+    const uint32_t arrived = hopper::cluster_address(shared_address(&shared.arrived), owner);
+    hopper::cluster_send(
+        hopper::cluster_address(shared_address(&shared.inbox[place * 32 + warp * 4 + lane % 4]),
+                                owner),
+        rows.columns(r), arrived);
+    if (warp == 0 && lane % 4 == 0) {
+      const float sum = slices.count > 0 ? sum_of(shared.sums[row]) : 0.0f;
+      hopper::cluster_send(
+          hopper::cluster_address(shared_address(&shared.inbox_state[place]), owner),
+          make_float2(rows.maximum[r], sum), arrived);
     }
   }
-  if (splits == 1) return;
-  cluster_arrive();
-  cluster_wait();
-  for (int own = warp; own < rows && split * rows + own < group; own += kClusterWarps) {
+  if (warp >= own_rows) return;
+  hopper::barrier_wait_cluster(&shared.arrived, 0);
+  for (int own = warp; own < own_rows; own += kClusterWarps) {
+    const auto state = [&](int part) { return shared.inbox_state[part * params.rows + own]; };
+    const auto value = [&](int part) {
+      return shared.inbox[(part * params.rows + own) * 32 + lane];
+    };
     float maximum, sum;
-    const float4 o = merge_parts<kMaxClusterSplits>(
-        splits, [&](int part) { return shared.inbox_state[part * rows + own]; },
-        [&](int part) { return shared.inbox[(part * rows + own) * 32 + lane]; }, maximum, sum);
-    store_result(attend, token, head, split * rows + own, o, maximum, sum, v_scale);
+    const float4 o = splits <= 4
+                         ? merge_parts<4>(splits, state, value, maximum, sum)
+                         : merge_parts<kMaxClusterSplits>(splits, state, value, maximum, sum);
+    store_result<!S::kFp8>(attend, token, head, split * params.rows + own, o, maximum, sum,
+                           v_scale);
   }
 }
 
