@@ -122,6 +122,8 @@ def _table(rows: Sequence[Row]) -> list[str]:
             shape += f" q {newest.shape['q']}"
         cells = [shape, newest.dtype, newest.pattern, _FLUSH[newest.flush]]
         cells += _ours(newest)
+        if _unsteady(newest):
+            notes[_UNSTEADY] = None
         if newest.reason:
             notes[f"ours: {newest.reason}"] = None
         for name in peers:
@@ -133,10 +135,21 @@ def _table(rows: Sequence[Row]) -> list[str]:
     return lines + ([""] + [f"- {note}" for note in notes] if notes else [])
 
 
+# A call that is not a graph's waits for its launches where the host is kept from making them.
+_UNSTEADY = (
+    "?: median over 1.25 times p10: something else kept the host from launching, and the median "
+    "says little"
+)
+
+
+def _unsteady(row: Row) -> bool:
+    return row.us is not None and not row.graph and row.us > 1.25 * row.p10
+
+
 def _ours(row: Row) -> list[str]:
     if row.us is None:
         return ["WRONG" if row.ok is False else "-", "-", "-"]
-    time = f"{_us(row.us)} ({_us(row.p10)}-{_us(row.p90)})"
+    time = f"{_us(row.us)} ({_us(row.p10)}-{_us(row.p90)})" + ("?" if _unsteady(row) else "")
     return [time, _rate(row.bound_by, row.tflops, row.tbps), f"{row.peak_share:.0%}"]
 
 

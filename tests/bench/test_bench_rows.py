@@ -131,6 +131,13 @@ def test_report(tmp_path):
         assert f"({picture.relative_to(docs.parent).as_posix()})" in text
 
 
+def test_report_marks_a_median_that_says_little():
+    steady, unsteady = report.markdown([make(spread=0.1)]), report.markdown([make(spread=0.3)])
+    assert "100.0 (70.0-130.0)? |" in unsteady and "- ?: median" in unsteady
+    assert "?" not in steady.split("## prefill")[1]
+    assert "?" not in report.markdown([make(spread=0.3, graph=True)]).split("## prefill")[1]
+
+
 def test_report_says_which_kernels_were_forced():
     forced = "the portable ones alone (MSA_FORCE_PORTABLE=1)"
     both = [make(), make(machine={"torch": "2.11.0", "kernels": forced})]
