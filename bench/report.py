@@ -186,8 +186,10 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
     rows = latest(rows)
-    # One state of the L2 is enough for a picture: the one nearest to serving that is there.
-    flushes = {row.flush for row in rows}
+    # One state of the L2 is enough for a picture: of those that the newest commit was timed in, the
+    # one nearest to serving.
+    commit = max(rows, key=lambda row: row.date).commit
+    flushes = {row.flush for row in rows if row.commit == commit}
     flush = next(f for f in ("clean", "dirty", "none") if f in flushes)
     rows = [row for row in rows if row.flush == flush]
     files = []
