@@ -28,7 +28,8 @@ struct ScoreWork {
 };
 
 // max_seqlen_q: the caller's hint, 0 where there is none; it may choose the kernel, not the result.
-// Every kernel of it waits for those before it first of all. False: there was nothing to launch.
+// Every kernel of it waits for those before it, and only then lets the next one start, which may
+// read the batch at once. False: there was nothing to launch.
 bool run_scores(const ScoreWork& work, int64_t max_seqlen_q, const ExecContext& context);
 
 inline int32_t capped_blocks(const BatchView& batch) {

@@ -11,9 +11,9 @@ struct KVBlockScheduleParams {
   IdsView ids;      // [Hkv, T, K]
   BatchView batch;  // the operator knows no block table; max_pages = max_blocks
   int64_t max_queries_per_item;
-  int32_t* row_ptr;     // [Hkv * B * max_blocks + 1]
-  int32_t* pairs;       // [Hkv * T * K]: t * K + k, ascending within a row, -1 past the last row
-  int32_t* work_items;  // [max_work_items, 3]: row, begin, end; -1 past num_work_items
+  int32_t* row_ptr;         // [Hkv * B * max_blocks + 1]
+  int32_t* pairs;           // [Hkv * T * K]: t * K + k, in any order within a row, -1 past the last
+  int32_t* work_items;      // [max_work_items, 3]: row, begin, end; -1 past num_work_items
   int32_t* num_work_items;  // [1]
   int64_t max_work_items;
   void* workspace;  // kv_block_schedule_workspace_bytes(), any contents

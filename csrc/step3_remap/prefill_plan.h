@@ -40,7 +40,8 @@ constexpr int kShortHeads = 8;  // CTAs of a portable cluster
 // Query-major tiles of all heads from which they pay: fewer leave most of a large GPU idle, each
 // walking its blocks alone. docs/kernels/sparse_prefill.md
 constexpr int64_t kMinQueryTiles = 88;
-constexpr int64_t kChunksWanted = 264;  // two a multiprocessor of a large GPU
+constexpr int64_t kChunksWanted = 264;                // two a multiprocessor of a large GPU
+constexpr int64_t kMaxRoundRows = 0xffffffff - 1024;  // rows of all rounds, which the scan numbers
 
 // What a call needs, from its shapes alone.
 struct PrefillSizes {
@@ -56,8 +57,9 @@ struct PrefillSizes {
   int64_t max_queries_per_item, max_items;
 };
 
-// `budget_bytes` bounds the partial results of a round (one chunk's at least), `slot_bytes` is the
-// size of one; batch_invariant: nothing may depend on which tokens are neighbours.
+// `budget_bytes` bounds the partial results of a round (one chunk's at least, and more where a
+// table is so wide that fewer rounds can be numbered), `slot_bytes` is the size of one;
+// batch_invariant: nothing may depend on which tokens are neighbours.
 inline PrefillSizes prefill_sizes(int64_t num_tokens, int64_t num_kv_heads, int64_t group_size,
                                   int64_t topk, int64_t num_requests, int64_t max_pages,
                                   int64_t slot_bytes, int64_t budget_bytes, bool batch_invariant) {
@@ -93,6 +95,8 @@ inline PrefillSizes prefill_sizes(int64_t num_tokens, int64_t num_kv_heads, int6
     sizes.rounds = 1;
   } else {  // rounds of one size: a small last one would cost its launches for little
     sizes.rounds = (all_slots - 1) / (budget_slots - chunk_slots) + 1;
+    sizes.rounds =
+        std::clamp(kMaxRoundRows / std::max(num_rows, int64_t{1}), int64_t{1}, sizes.rounds);
     sizes.round_slots = (all_slots - 1) / sizes.rounds + 1;
     sizes.slots = sizes.round_slots + chunk_slots;  // a round's last chunk may reach past
   }

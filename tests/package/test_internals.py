@@ -222,6 +222,15 @@ def test_sizes_of_m3():
         assert (sizes["query_major"], sizes["short_call"]) == (query_major, short)
 
 
+@pytest.mark.parametrize("pages", [512, 10**6, 33_000_000, (2**31 - 2) // 64])
+def test_the_rows_of_all_rounds_can_be_numbered(pages):
+    """The scan counts them in 32 bits; a table so wide gets fewer rounds, of more slots."""
+    sizes = internals.prefill_sizes(70_000, 4, 16, 16, 16, pages, 16 * 264, 1 << 30, False)
+    assert 4 * 16 * pages * sizes["rounds"] < 2**32 - 512
+    assert sizes["rounds"] * sizes["round_slots"] >= 4 * 70_000 * 16
+    assert sizes["rounds"] == 1 or sizes["slots"] > sizes["round_slots"]
+
+
 def test_tiles_of_requests():
     """Where a table is no wider than K blocks; each request may end in a part of a tile."""
     for pages, invariant, by_request in ((16, False, True), (17, False, False), (16, True, False)):
