@@ -6,7 +6,7 @@ kernels.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -14,6 +14,7 @@ import msa_kernels as msa
 from tests.inputs import FP8, make_case
 
 BF16 = torch.bfloat16
+Call = Callable[[], object]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def calls(device: str) -> Iterator[tuple[str, callable]]:
+def calls(device: str) -> Iterator[tuple[str, Call]]:
     """(what it is, a call without arguments)."""
     for cache in (BF16, FP8):
         yield from _attend(device, cache)
@@ -65,7 +66,7 @@ def calls(device: str) -> Iterator[tuple[str, callable]]:
             )
 
 
-def _attend(device: str, cache: torch.dtype) -> Iterator[tuple[str, callable]]:
+def _attend(device: str, cache: torch.dtype) -> Iterator[tuple[str, Call]]:
     prefill = {
         # few tokens; enough for query-major tiles; one selection for all; nothing to select
         "few": dict(lengths=[(60, 2600), (5, 300)], hq=64, hkv=4),
@@ -104,7 +105,7 @@ def _attend(device: str, cache: torch.dtype) -> Iterator[tuple[str, callable]]:
         yield f"paged_decode {blocks} pages {cache}", run
 
 
-def _select(device: str, index: torch.dtype) -> Iterator[tuple[str, callable]]:
+def _select(device: str, index: torch.dtype) -> Iterator[tuple[str, Call]]:
     for name, lengths in {
         "decode": [(1, 2900), (1, 5)],
         "drafts": [(8, 2900), (3, 300)],

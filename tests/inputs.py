@@ -396,6 +396,20 @@ def make_selection(kind: str, visible: Tensor, hkv: int, topk: int, seed: int = 
     return ids if kind == "int64" else ids.int()
 
 
+def with_holes(ids: Tensor) -> Tensor:
+    """Entries and whole tokens of -1: some attend to nothing, and with them whole tiles."""
+    ids[..., 2:9:3] = -1
+    ids[:, 40:100] = -1
+    return ids
+
+
+def with_duplicates(ids: Tensor) -> Tensor:
+    """Tokens that list a block twice, and some four times."""
+    ids[:, ::2, 1] = ids[:, ::2, 0]
+    ids[:, ::6, 2:5] = ids[:, ::6, :1]
+    return ids
+
+
 def shared_selection(case: Case, share: float, seed: int = 0) -> Tensor:
     """ids [Hkv, T, K] for the case, on its device, of which neighbouring tokens have about `share`
     in common: 16 tokens draw together. What stands after a row's entries is no block."""

@@ -15,6 +15,8 @@ from tests.inputs import (
     make_selection,
     same_bits,
     shared_selection,
+    with_duplicates,
+    with_holes,
 )
 from tests.tolerance import LSE_REL, assert_attention, near
 
@@ -111,11 +113,9 @@ def test_what_a_selection_may_hold(hq, hkv, kind, cache_dtype):
     case = draft_case(hq, hkv, cache_dtype=cache_dtype)
     ids = shared_selection(case, 0.7)
     if kind == "holes":
-        ids[..., 2:9:3] = -1
-        ids[:, 40:100] = -1  # some attend to nothing, and with them whole tiles
+        ids = with_holes(ids)
     elif kind == "duplicates":
-        ids[:, ::2, 1] = ids[:, ::2, 0]
-        ids[:, ::6, 2:5] = ids[:, ::6, :1]
+        ids = with_duplicates(ids)
     elif kind == "tables":
         table = case.block_table.clone()
         table[5, 1] = -1

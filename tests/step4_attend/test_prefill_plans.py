@@ -6,7 +6,17 @@ import torch
 
 import msa_kernels
 from tests.conftest import no_gpu_reason
-from tests.inputs import BLOCK, FP8, D, dtype_name, make_case, same_bits, shared_selection
+from tests.inputs import (
+    BLOCK,
+    FP8,
+    D,
+    dtype_name,
+    make_case,
+    same_bits,
+    shared_selection,
+    with_duplicates,
+    with_holes,
+)
 from tests.tolerance import LSE_REL, near
 
 pytestmark = pytest.mark.gpu
@@ -131,11 +141,9 @@ def test_narrow_tables(hq, hkv, kind, cache_dtype):
     )
     ids = shared_selection(case, 0.0)
     if kind == "holes":
-        ids[..., 2:9:3] = -1
-        ids[:, 40:100] = -1  # some attend to nothing, and with them whole tiles
+        ids = with_holes(ids)
     elif kind == "duplicates":
-        ids[:, ::2, 1] = ids[:, ::2, 0]
-        ids[:, ::6, 2:5] = ids[:, ::6, :1]
+        ids = with_duplicates(ids)
     elif kind == "tables":
         table = case.block_table.clone()
         table[0, 3] = -1
