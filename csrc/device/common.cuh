@@ -45,6 +45,18 @@ __device__ __forceinline__ void prefetch_to_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
+// Sum of `value` over the lanes of the warp up to this one, its own included; whole warps.
+template <typename Number>
+__device__ __forceinline__ Number sum_up_to_lane(Number value) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const Number other = __shfl_up_sync(kAllLanes, value, distance);
+    if (lane >= distance) value += other;
+  }
+  return value;
+}
+
 // A NaN anywhere gives NaN, so that a broken part shows instead of vanishing.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
   float result;

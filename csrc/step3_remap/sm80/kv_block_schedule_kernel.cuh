@@ -170,12 +170,7 @@ __device__ __forceinline__ Sums sums_of_row(uint32_t num_pairs, uint32_t max_que
 __device__ __forceinline__ Sums scan_threads(Sums value, Sums& total) {
   __shared__ Sums warp_sums[kScanThreads / 32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  Sums inclusive = value;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const Sums other = __shfl_up_sync(kAllLanes, inclusive, distance);
-    if (lane >= distance) inclusive += other;
-  }
+  const Sums inclusive = sum_up_to_lane(value);
   if (lane == 31) warp_sums[warp] = inclusive;
   __syncthreads();
   Sums before = 0;

@@ -65,12 +65,7 @@ __device__ __forceinline__ RequestTile find_tile(const BatchView& batch, int32_t
                  static_cast<uint32_t>(tile_tokens);
       sum += tiles[i];
     }
-    int32_t inclusive = sum;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int32_t other = __shfl_up_sync(kAllLanes, inclusive, distance);
-      if (lane >= distance) inclusive += other;
-    }
+    const int32_t inclusive = sum_up_to_lane(sum);
     const uint32_t past = __ballot_sync(kAllLanes, before + inclusive > index);
     if (past != 0) {
       RequestTile tile{};
@@ -139,12 +134,7 @@ __device__ __forceinline__ int32_t list_union(const RequestTile& tile, int group
     });
     __syncthreads();
     const int32_t mine = __popc(state.present[thread]);
-    int32_t inclusive = mine;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int32_t other = __shfl_up_sync(kAllLanes, inclusive, distance);
-      if (lane >= distance) inclusive += other;
-    }
+    const int32_t inclusive = sum_up_to_lane(mine);
     if (lane == 31) state.warp_blocks[warp] = inclusive;
     __syncthreads();
     int32_t before = inclusive - mine, total = 0;

@@ -230,12 +230,7 @@ static __global__ void __launch_bounds__(kThreads)
   __syncthreads();
 
   const int count = thread < chunk.tokens ? __popc(state.leftover_mask[thread]) : 0;
-  int inclusive = count;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int other = __shfl_up_sync(kAllLanes, inclusive, distance);
-    if (lane >= distance) inclusive += other;
-  }
+  const int inclusive = sum_up_to_lane(count);
   if (lane == 31) state.warp_slots[warp] = inclusive;
   __syncthreads();
   if (thread == 0) {

@@ -207,12 +207,7 @@ __global__ void __launch_bounds__(kShortThreads)
     atomicAdd(&state.class_items[cut.size_class], cut.items);
     mine += histogram[i];
   }
-  uint32_t begin = mine;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const uint32_t other = __shfl_up_sync(kAllLanes, begin, distance);
-    if (lane >= distance) begin += other;
-  }
+  uint32_t begin = sum_up_to_lane(mine);
   if (lane == 31) state.warp_sums[warp] = begin;
   __syncthreads();
   const uint32_t warp_sum = state.warp_sums[lane];
@@ -262,12 +257,7 @@ __global__ void __launch_bounds__(kShortThreads)
     const int first = 2 * lane, all = kSizeClasses * heads;
     const uint32_t items[2] = {first < all ? state.totals[first] : 0,
                                first + 1 < all ? state.totals[first + 1] : 0};
-    uint32_t before = items[0] + items[1];
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const uint32_t other = __shfl_up_sync(kAllLanes, before, distance);
-      if (lane >= distance) before += other;
-    }
+    uint32_t before = sum_up_to_lane(items[0] + items[1]);
     if (head == 0 && lane == 31) {
       plan.round_items[0] = 0;
       plan.round_items[1] = static_cast<int32_t>(before);

@@ -242,12 +242,7 @@ __device__ __forceinline__ void produce_q(const KVBlockParams& params, const CUt
         first_valid = item.first_valid;
         end = item.end;
         const uint32_t tiles = count_tiles(params, item);
-        uint32_t before = tiles;
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-          const uint32_t other = __shfl_up_sync(kAllLanes, before, distance);
-          if (lane >= distance) before += other;
-        }
+        uint32_t before = sum_up_to_lane(tiles);
         before += earlier_tiles - tiles;
         begin = item.begin + static_cast<int32_t>(first_tile(consumer, before)) * tile_tokens;
         earlier_tiles = __shfl_sync(kAllLanes, before + tiles, 31) % kConsumers;
