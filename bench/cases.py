@@ -124,7 +124,11 @@ def _tables(name: str) -> list[dict]:
     else:
         return entry["tables"]
     # The heaviest first: a run that is cut has then covered as much of the mix as it could.
-    return [{**entry, "cases": sorted(rows, key=lambda row: -row[3])}]
+    rows.sort(key=lambda row: -row[3])
+    if "low_latency" in entry:  # beside the mix, without a weight in it
+        few, q_len = entry["low_latency"], entry["q_len_per_req"]
+        rows += [(b, b * q_len, ctx) for ctx in few["kv_lens"] for b in few["batch_sizes"]]
+    return [{**entry, "cases": rows}]
 
 
 def _of_table(name, table, ops, model, dtypes, patterns) -> Iterable[Case]:
