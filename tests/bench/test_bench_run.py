@@ -174,6 +174,8 @@ def test_expansion():
     assert {c.phase for c in cases.expand(["decode"], ["standard"])} == {"decode"}
     both = cases.expand(["all"], ["peers-verify"], dtypes=["fp8"], patterns=["shared"])
     assert {(c.dtype, c.pattern) for c in both} == {("fp8", "shared"), ("fp8", "-")}
+    wide = cases.expand(["select_blocks"], ["standard"], max_model_len=1 << 20)
+    assert all(c.shape.max_blocks == 8192 and c.shape.to_json()["table"] == 1 << 20 for c in wide)
     rollout = cases.expand(["sparse_decode"], ["decode-rollout"])
     weighted = [case for case in rollout if case.weight]
     assert len(weighted) == 28 and rollout[0].weight == 1260
