@@ -68,6 +68,13 @@ def _parser() -> argparse.ArgumentParser:
     it.add_argument(
         "--layout", choices=LAYOUTS, default="interleaved", help="of our K and V caches"
     )
+    it.add_argument(
+        "--max-model-len",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="block tables with columns for so many tokens, as an engine has them",
+    )
     it.add_argument("--no-refcheck", action="store_true", help="time without looking at results")
     it.add_argument("--budget-s", type=float, metavar="SECONDS", help="stop starting cases after")
     it.add_argument("--target-ms", type=float, help="time to measure each contender for")
@@ -117,6 +124,7 @@ def _run(arguments: argparse.Namespace) -> int:
         presets,
         dtypes=arguments.dtype,
         patterns=arguments.pattern,
+        max_model_len=arguments.max_model_len,
         shrink=cpu,
     )
     named = [name for name in arguments.peers if name != _OF_TABLE]

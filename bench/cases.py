@@ -71,6 +71,7 @@ def expand(
     *,
     dtypes: Sequence[str] | None = None,
     patterns: Sequence[str] | None = None,
+    max_model_len: int = 0,
     shrink: bool = False,
 ) -> list[Case]:
     """The cases of a command line.
@@ -81,6 +82,7 @@ def expand(
             alone the model they name, else "m3-tp1".
         dtypes: instead of a preset's own.
         patterns: instead of a preset's own.
+        max_model_len: tokens that block tables have columns for, if more than a shape needs.
         shrink: to shapes that a CPU does at once.
 
     Raises:
@@ -106,6 +108,10 @@ def expand(
             ours = [op for op in ours if op in table.get("ops", ops)]
             for model in chosen or [table.get("model", "m3-tp1")]:
                 cases += _of_table(name, table, ours, model, dtypes, patterns)
+    wide = [dataclasses.replace(case.shape, max_model_len=max_model_len) for case in cases]
+    cases = [
+        dataclasses.replace(case, shape=shape) for case, shape in zip(cases, wide, strict=True)
+    ]
     if shrink:
         cases = [dataclasses.replace(case, shape=case.shape.shrunk()) for case in cases]
     return _merged(cases)
@@ -124,7 +130,11 @@ def _tables(name: str) -> list[dict]:
     else:
         return entry["tables"]
     # The heaviest first: a run that is cut has then covered as much of the mix as it could.
-    return [{**entry, "cases": sorted(rows, key=lambda row: -row[3])}]
+    rows.sort(key=lambda row: -row[3])
+    if "low_latency" in entry:  # beside the mix, without a weight in it
+        few, q_len = entry["low_latency"], entry["q_len_per_req"]
+        rows += [(b, b * q_len, ctx) for ctx in few["kv_lens"] for b in few["batch_sizes"]]
+    return [{**entry, "cases": rows}]
 
 
 def _of_table(name, table, ops, model, dtypes, patterns) -> Iterable[Case]:

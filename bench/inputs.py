@@ -40,6 +40,8 @@ class Shape:
     num_kv_heads: int = 4
     topk: int = 16
     """blocks selected for each query token and KV head"""
+    max_model_len: int = 0
+    """tokens that a block table has columns for; no more than the longest request has if smaller"""
 
     @staticmethod
     def of(requests: int, tokens: int, ctx: int, **heads: int) -> "Shape":
@@ -70,8 +72,8 @@ class Shape:
 
     @property
     def max_blocks(self) -> int:
-        """Blocks of the longest request."""
-        return -(-self.ctx // BLOCK)
+        """Columns of the block table."""
+        return -(-max(self.ctx, self.max_model_len) // BLOCK)
 
     def shrunk(self) -> "Shape":
         """A shape of the same kind that a CPU does at once: few tokens, requests and heads."""
@@ -81,12 +83,16 @@ class Shape:
         q_lens = tuple(min(q, 12 + i) for i, q in enumerate(self.q_lens[:count]))
         # Longer than 16 blocks, so that the selection leaves something out, and no multiple of one.
         seq_lens = tuple(min(s, 2500 - 300 * i) for i, s in enumerate(self.seq_lens[:count]))
-        return Shape(q_lens, seq_lens, heads * group, heads, self.topk)
+        return Shape(
+            q_lens, seq_lens, heads * group, heads, self.topk, min(self.max_model_len, 4000)
+        )
 
     def to_json(self) -> dict[str, int]:
         """The letters of the contract; q only where all requests have as many query tokens."""
         letters = {"B": self.num_requests, "T": self.num_tokens, "ctx": self.ctx}
         letters |= {"Hq": self.num_q_heads, "Hkv": self.num_kv_heads, "K": self.topk}
+        if self.max_model_len > self.ctx:
+            letters["table"] = self.max_model_len
         return letters if self.q_len is None else {**letters, "q": self.q_len}
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -270,6 +271,15 @@ OPERATORS = {
             "attention over the selected blocks, many tokens",
             ("sparse_prefill",),
             _attention(msa.sparse_prefill),
+            check.attention,
+            counters.sparse_attention,
+        ),
+        Operator(
+            "sparse_prefill_invariant",
+            ("prefill",),
+            "the same with batch_invariant=True",
+            ("sparse_prefill",),
+            _attention(partial(msa.sparse_prefill, batch_invariant=True)),
             check.attention,
             counters.sparse_attention,
         ),

@@ -25,6 +25,8 @@ _DIRTY_BYTES = 256 << 20
 _CLEAN_BYTES = 320 << 20
 _FLUSH_US = 60
 """what the zeroing takes at least, us: time in which the host may run ahead"""
+_SLACK_US = 100
+"""what a busy host may be late by, us, without the device waiting for it"""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Clock:
         return begin.elapsed_time(end) * 1e3
 
     def _enqueue(self, call: Prepared) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        lead_us = call.host_us * 1.5 - (0 if self.flush == "none" else _FLUSH_US)
+        lead_us = call.host_us * 1.5 + _SLACK_US - (0 if self.flush == "none" else _FLUSH_US)
         if call.on_host:
             lead_us = 0
         if lead_us > 0:

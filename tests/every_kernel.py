@@ -18,11 +18,15 @@ Call = Callable[[], object]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs all calls; prints each before it starts."""
+    """Runs the calls; prints each before it starts."""
     parser = argparse.ArgumentParser(prog="python -m tests.every_kernel", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    device = parser.parse_args(argv).device
+    parser.add_argument("--match", default="", help="only calls whose name has this in it")
+    options = parser.parse_args(argv)
+    device = options.device
     for name, call in calls(device):
+        if options.match not in name:
+            continue
         print(name, flush=True)
         call()
         if device != "cpu":

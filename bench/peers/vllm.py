@@ -112,9 +112,11 @@ class Vllm:
         )
 
         def answer(score):
-            block = torch.arange(shape.max_blocks, device=score.device)
+            seen = -(-shape.ctx // BLOCK)  # its scores are as wide as the longest request
+            block = torch.arange(seen, device=score.device)
             hidden = block >= inputs.visible[:, None]
-            return score[..., : shape.max_blocks].masked_fill(hidden, float("-inf"))
+            score = score[..., :seen].masked_fill(hidden, float("-inf"))
+            return torch.nn.functional.pad(score, (0, shape.max_blocks - seen), value=float("-inf"))
 
         return Call(lambda: self.index.minimax_m3_index_score(*args), answer)
 

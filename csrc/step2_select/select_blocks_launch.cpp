@@ -9,7 +9,7 @@ namespace {
 // ids: written when given, allocated otherwise.
 Tensor select(const Tensor& index_q, const Tensor& index_k_cache, const Tensor& block_table,
               const Tensor& cu_seqlens_q, const Tensor& seq_lens, const SelectRule& rule,
-              OptionalInt max_seqlen_q, const OptionalTensor& ids) {
+              OptionalInt max_seqlen_q, OptionalInt max_seqlen_k, const OptionalTensor& ids) {
   const TensorInfo q = info("index_q", index_q), cache = info("index_k_cache", index_k_cache);
   const BatchArgs batch{info("block_table", block_table), info("cu_seqlens_q", cu_seqlens_q),
                         info("seq_lens", seq_lens)};
@@ -26,6 +26,7 @@ Tensor select(const Tensor& index_q, const Tensor& index_k_cache, const Tensor& 
   params.rule = rule;
   params.ids = ids_view(info("ids", result));
   params.max_seqlen_q = max_seqlen_q.value_or(0);
+  params.max_seqlen_k = max_seqlen_k.value_or(0);
   const Tensor workspace =
       empty_like_device(index_q, {select_blocks_workspace_bytes(params)}, ScalarType::Byte);
   params.workspace = workspace.data_ptr();
@@ -38,18 +39,19 @@ Tensor select(const Tensor& index_q, const Tensor& index_k_cache, const Tensor& 
 Tensor launch_select_blocks(const Tensor& index_q, const Tensor& index_k_cache,
                             const Tensor& block_table, const Tensor& cu_seqlens_q,
                             const Tensor& seq_lens, int64_t topk, int64_t init_blocks,
-                            int64_t local_blocks, OptionalInt max_seqlen_q, OptionalInt) {
+                            int64_t local_blocks, OptionalInt max_seqlen_q,
+                            OptionalInt max_seqlen_k) {
   return select(index_q, index_k_cache, block_table, cu_seqlens_q, seq_lens,
-                {topk, init_blocks, local_blocks}, max_seqlen_q, std::nullopt);
+                {topk, init_blocks, local_blocks}, max_seqlen_q, max_seqlen_k, std::nullopt);
 }
 
 void launch_select_blocks_out(const Tensor& index_q, const Tensor& index_k_cache,
                               const Tensor& block_table, const Tensor& cu_seqlens_q,
                               const Tensor& seq_lens, int64_t topk, int64_t init_blocks,
-                              int64_t local_blocks, OptionalInt max_seqlen_q, OptionalInt,
-                              const Tensor& ids) {
+                              int64_t local_blocks, OptionalInt max_seqlen_q,
+                              OptionalInt max_seqlen_k, const Tensor& ids) {
   select(index_q, index_k_cache, block_table, cu_seqlens_q, seq_lens,
-         {topk, init_blocks, local_blocks}, max_seqlen_q, ids);
+         {topk, init_blocks, local_blocks}, max_seqlen_q, max_seqlen_k, ids);
 }
 
 }  // namespace msa

@@ -11,8 +11,9 @@ struct SelectBlocksParams {
   BatchView batch;
   SelectRule rule;
   IdsView ids;           // [Hi, T, K] int32, written: ascending, then -1
-  int64_t max_seqlen_q;  // hint, 0 where none was given
-  void* workspace;       // select_blocks_workspace_bytes(), any contents
+  int64_t max_seqlen_q;  // hints, 0 where none was given
+  int64_t max_seqlen_k;
+  void* workspace;  // select_blocks_workspace_bytes(), any contents
 };
 
 // Scratch memory of a call on this library's device; bounded, see docs/kernels/select_blocks.md.

@@ -11,9 +11,10 @@
 // tiles, and leaves the slots to the next. The host launches as many rounds as the worst selection
 // needs; coherent ones fit the first.
 //
-// Where no request has more blocks than a token selects, tiles are of requests (`by_request`): they
-// do not cross requests, and every one is query-major with whatever blocks its tokens selected.
-// Nothing is left over, and a token's bits do not depend on who shares its tile. So are the tiles
+// Where no request has more blocks than a token selects, going by the table's width or the caller's
+// hint, tiles are of requests (`by_request`): they do not cross requests, and every one is
+// query-major with whatever blocks its tokens selected, which is right for any length. Nothing is
+// left over, and a token's bits do not depend on who shares its tile. So are the tiles
 // that sparse_decode makes of draft tokens, without a plan in memory (decode_tile_kernel.cuh).
 //
 // Calls of few tokens (`short_call`) have no query-major tiles, too few to keep a GPU busy, and one
@@ -57,12 +58,14 @@ struct PrefillSizes {
   int64_t max_queries_per_item, max_items;
 };
 
+// max_seqlen_k: tokens, the caller's hint, 0 where there is none; it costs speed where it is wrong.
 // `budget_bytes` bounds the partial results of a round (one chunk's at least, and more where a
 // table is so wide that fewer rounds can be numbered), `slot_bytes` is the size of one;
 // batch_invariant: nothing may depend on which tokens are neighbours.
 inline PrefillSizes prefill_sizes(int64_t num_tokens, int64_t num_kv_heads, int64_t group_size,
                                   int64_t topk, int64_t num_requests, int64_t max_pages,
-                                  int64_t slot_bytes, int64_t budget_bytes, bool batch_invariant) {
+                                  int64_t max_seqlen_k, int64_t slot_bytes, int64_t budget_bytes,
+                                  bool batch_invariant) {
   constexpr int64_t kItemsInFlight = 132 * 4;  // work items that keep a large GPU busy
   constexpr int64_t kMaxQueriesPerItem = 96, kMinQueriesPerItem = 16;
   const int64_t num_rows = num_kv_heads * num_requests * max_pages;
@@ -70,7 +73,9 @@ inline PrefillSizes prefill_sizes(int64_t num_tokens, int64_t num_kv_heads, int6
   sizes.group_tokens = kGroupRows / group_size;
   sizes.tile_tokens = group_size >= 8 ? kTileGroups * sizes.group_tokens : kMaxTileTokens;
   sizes.tiles = (num_tokens + sizes.tile_tokens - 1) / sizes.tile_tokens;
-  sizes.by_request = group_size >= 8 && !batch_invariant && max_pages <= topk;
+  const bool nothing_to_select =
+      max_pages <= topk || (max_seqlen_k > 0 && max_seqlen_k <= topk * kBlock);
+  sizes.by_request = group_size >= 8 && !batch_invariant && nothing_to_select;
   sizes.query_major = sizes.by_request || (group_size >= 8 && !batch_invariant &&
                                            sizes.tiles * num_kv_heads >= kMinQueryTiles);
   if (sizes.by_request) {

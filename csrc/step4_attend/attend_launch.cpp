@@ -59,8 +59,8 @@ TwoTensors attend_sparse(const char* op, RunSparse run, WorkspaceBytes workspace
                          const Tensor& ids, const Tensor& block_table, const Tensor& cu_seqlens_q,
                          const Tensor& seq_lens, std::optional<double> scale,
                          const OptionalTensor& k_scale, const OptionalTensor& v_scale,
-                         bool return_lse, bool batch_invariant, const OptionalTensor& out,
-                         const OptionalTensor& lse) {
+                         bool return_lse, bool batch_invariant, OptionalInt max_seqlen_k,
+                         const OptionalTensor& out, const OptionalTensor& lse) {
   const AttendArgs args{info("q", q),
                         info("k_cache", k_cache),
                         info("v_cache", v_cache),
@@ -79,6 +79,7 @@ TwoTensors attend_sparse(const char* op, RunSparse run, WorkspaceBytes workspace
   fill(params, args, info("out", outputs.out), outputs.lse_info);
   params.ids = ids_view(ids_info);
   params.batch_invariant = batch_invariant;
+  params.max_seqlen_k = max_seqlen_k.value_or(0);
   const ExecScope scope(op, q);
   const Tensor workspace = empty_like_device(q, {workspace_bytes(params, scope)}, ScalarType::Byte);
   params.workspace = workspace.data_ptr();
@@ -121,21 +122,22 @@ TwoTensors launch_sparse_prefill(const Tensor& q, const Tensor& k_cache, const T
                                  const Tensor& cu_seqlens_q, const Tensor& seq_lens,
                                  std::optional<double> scale, const OptionalTensor& k_scale,
                                  const OptionalTensor& v_scale, bool return_lse, OptionalInt,
-                                 OptionalInt, bool batch_invariant) {
+                                 OptionalInt max_seqlen_k, bool batch_invariant) {
   return attend_sparse("sparse_prefill", run_sparse_prefill, sparse_prefill_workspace_bytes, q,
                        k_cache, v_cache, ids, block_table, cu_seqlens_q, seq_lens, scale, k_scale,
-                       v_scale, return_lse, batch_invariant, std::nullopt, std::nullopt);
+                       v_scale, return_lse, batch_invariant, max_seqlen_k, std::nullopt,
+                       std::nullopt);
 }
 
 void launch_sparse_prefill_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                                const Tensor& ids, const Tensor& block_table,
                                const Tensor& cu_seqlens_q, const Tensor& seq_lens,
                                std::optional<double> scale, const OptionalTensor& k_scale,
-                               const OptionalTensor& v_scale, OptionalInt, OptionalInt,
+                               const OptionalTensor& v_scale, OptionalInt, OptionalInt max_seqlen_k,
                                bool batch_invariant, const Tensor& out, const OptionalTensor& lse) {
   attend_sparse("sparse_prefill", run_sparse_prefill, sparse_prefill_workspace_bytes, q, k_cache,
                 v_cache, ids, block_table, cu_seqlens_q, seq_lens, scale, k_scale, v_scale, false,
-                batch_invariant, out, lse);
+                batch_invariant, max_seqlen_k, out, lse);
 }
 
 TwoTensors launch_sparse_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
@@ -146,7 +148,7 @@ TwoTensors launch_sparse_decode(const Tensor& q, const Tensor& k_cache, const Te
                                 OptionalInt) {
   return attend_sparse("sparse_decode", run_sparse_decode, sparse_decode_workspace_bytes, q,
                        k_cache, v_cache, ids, block_table, cu_seqlens_q, seq_lens, scale, k_scale,
-                       v_scale, return_lse, false, std::nullopt, std::nullopt);
+                       v_scale, return_lse, false, std::nullopt, std::nullopt, std::nullopt);
 }
 
 void launch_sparse_decode_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
@@ -157,7 +159,7 @@ void launch_sparse_decode_out(const Tensor& q, const Tensor& k_cache, const Tens
                               const Tensor& out, const OptionalTensor& lse) {
   attend_sparse("sparse_decode", run_sparse_decode, sparse_decode_workspace_bytes, q, k_cache,
                 v_cache, ids, block_table, cu_seqlens_q, seq_lens, scale, k_scale, v_scale, false,
-                false, out, lse);
+                false, std::nullopt, out, lse);
 }
 
 TwoTensors launch_paged_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,

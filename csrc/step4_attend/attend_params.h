@@ -25,6 +25,7 @@ struct SparseAttendParams : AttendParams {
   IdsView ids;  // [Hkv, T, K]
   // sparse_prefill: a token's bits must not depend on the tokens beside it.
   bool batch_invariant;
+  int64_t max_seqlen_k;  // hint, 0 where none was given
 };
 
 // Whether the caches and q can have tensor maps, which have no strides of 0, as expanded tensors

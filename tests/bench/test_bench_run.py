@@ -169,13 +169,17 @@ def test_expansion():
     names = cases.operators_of(["prefill"])
     assert "sparse_prefill" in names and "sparse_decode" not in names
     only = cases.expand(["sparse_decode"], ["m3-tp8", "batch-sweep"])
-    assert [c.shape.num_requests for c in only] == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert [c.shape.num_requests for c in only] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
     assert {(c.shape.num_q_heads, c.shape.num_kv_heads) for c in only} == {(8, 1)}
     assert {c.phase for c in cases.expand(["decode"], ["standard"])} == {"decode"}
     both = cases.expand(["all"], ["peers-verify"], dtypes=["fp8"], patterns=["shared"])
     assert {(c.dtype, c.pattern) for c in both} == {("fp8", "shared"), ("fp8", "-")}
+    wide = cases.expand(["select_blocks"], ["standard"], max_model_len=1 << 20)
+    assert all(c.shape.max_blocks == 8192 and c.shape.to_json()["table"] == 1 << 20 for c in wide)
     rollout = cases.expand(["sparse_decode"], ["decode-rollout"])
-    assert len(rollout) == 28 and rollout[0].weight == 1260 and rollout[0].shape.q_len == 8
+    weighted = [case for case in rollout if case.weight]
+    assert len(weighted) == 28 and rollout[0].weight == 1260
+    assert len(rollout) == 28 + 12 and {case.shape.q_len for case in rollout} == {8}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

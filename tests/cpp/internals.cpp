@@ -120,10 +120,11 @@ PYBIND11_MODULE(_internals, module) {
 
   module.def("prefill_sizes", [](int64_t num_tokens, int64_t num_kv_heads, int64_t group_size,
                                  int64_t topk, int64_t num_requests, int64_t max_pages,
-                                 int64_t slot_bytes, int64_t budget_bytes, bool batch_invariant) {
+                                 int64_t max_seqlen_k, int64_t slot_bytes, int64_t budget_bytes,
+                                 bool batch_invariant) {
     const msa::PrefillSizes sizes =
         msa::prefill_sizes(num_tokens, num_kv_heads, group_size, topk, num_requests, max_pages,
-                           slot_bytes, budget_bytes, batch_invariant);
+                           max_seqlen_k, slot_bytes, budget_bytes, batch_invariant);
     py::dict result;
     result["by_request"] = sizes.by_request;
     result["query_major"] = sizes.query_major;

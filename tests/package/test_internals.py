@@ -176,7 +176,7 @@ def test_rounds_hold_any_selection(
     """Chunks fill the slots one after another, each as full as its share: no round overflows."""
     slot_bytes, budget = group_size * 264, budget_mib << 20
     sizes = internals.prefill_sizes(
-        num_tokens, num_kv_heads, group_size, topk, 2, 256, slot_bytes, budget, invariant
+        num_tokens, num_kv_heads, group_size, topk, 2, 256, 0, slot_bytes, budget, invariant
     )
     tile_slots = sizes["tile_tokens"] * topk
     chunk_slots = sizes["chunk_tiles"] * tile_slots
@@ -203,7 +203,7 @@ def test_a_tile_fits_its_table():
     """At most two thirds full: probes stay short, and always end."""
     for group_size in (1, 2, 4, 8, 16):
         for topk in range(1, 33):
-            sizes = internals.prefill_sizes(5000, 4, group_size, topk, 1, 100, 1, 1 << 30, False)
+            sizes = internals.prefill_sizes(5000, 4, group_size, topk, 1, 100, 0, 1, 1 << 30, False)
             entries, places = sizes["tile_tokens"] * topk, sizes["tile_places"]
             assert 3 * entries <= 2 * places and places & (places - 1) == 0
             assert places < 0x8000, "a place and the mark of a duplicate share 16 bits"
@@ -212,29 +212,39 @@ def test_a_tile_fits_its_table():
 def test_sizes_of_m3():
     """M3 on one GPU: 8,192 tokens leave up to 2 GiB of partial results, in rounds of under 1 GiB;
     few tokens have no query-major tiles."""
-    sizes = internals.prefill_sizes(8192, 4, 16, 16, 1, 512, 16 * 264, 1 << 30, False)
+    sizes = internals.prefill_sizes(8192, 4, 16, 16, 1, 512, 0, 16 * 264, 1 << 30, False)
     assert sizes["tile_tokens"] == 12 and sizes["group_tokens"] == 4 and sizes["tiles"] == 683
     assert sizes["rounds"] == 3 and sizes["round_slots"] == -(-8192 * 64 // 3)
     assert sizes["max_queries_per_item"] == 96
     assert sizes["query_major"] and not sizes["short_call"]
     for tokens, query_major, short in ((171, False, True), (252, False, True), (253, True, False)):
-        sizes = internals.prefill_sizes(tokens, 4, 16, 16, 1, 512, 16 * 264, 1 << 30, False)
+        sizes = internals.prefill_sizes(tokens, 4, 16, 16, 1, 512, 0, 16 * 264, 1 << 30, False)
         assert (sizes["query_major"], sizes["short_call"]) == (query_major, short)
 
 
 @pytest.mark.parametrize("pages", [512, 10**6, 33_000_000, (2**31 - 2) // 64])
 def test_the_rows_of_all_rounds_can_be_numbered(pages):
     """The scan counts them in 32 bits; a table so wide gets fewer rounds, of more slots."""
-    sizes = internals.prefill_sizes(70_000, 4, 16, 16, 16, pages, 16 * 264, 1 << 30, False)
+    sizes = internals.prefill_sizes(70_000, 4, 16, 16, 16, pages, 0, 16 * 264, 1 << 30, False)
     assert 4 * 16 * pages * sizes["rounds"] < 2**32 - 512
     assert sizes["rounds"] * sizes["round_slots"] >= 4 * 70_000 * 16
     assert sizes["rounds"] == 1 or sizes["slots"] > sizes["round_slots"]
 
 
 def test_tiles_of_requests():
-    """Where a table is no wider than K blocks; each request may end in a part of a tile."""
-    for pages, invariant, by_request in ((16, False, True), (17, False, False), (16, True, False)):
-        sizes = internals.prefill_sizes(2000, 4, 16, 16, 3, pages, 16 * 264, 1 << 30, invariant)
+    """Where a table is no wider than K blocks, or the hint says that no request is longer; each
+    request may end in a part of a tile."""
+    for pages, hint, invariant, by_request in (
+        (16, 0, False, True),
+        (17, 0, False, False),
+        (16, 0, True, False),
+        (8192, 2048, False, True),
+        (8192, 2049, False, False),
+        (16, 5000, False, True),
+    ):
+        sizes = internals.prefill_sizes(
+            2000, 4, 16, 16, 3, pages, hint, 16 * 264, 1 << 30, invariant
+        )
         assert sizes["by_request"] == by_request
         assert not by_request or sizes["tiles"] >= 2000 // 12 + 3
 

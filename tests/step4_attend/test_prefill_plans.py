@@ -153,8 +153,17 @@ def test_narrow_tables(hq, hkv, kind, cache_dtype):
     out = check(case)
     # The other way to the same: a table that is wider than it needs to be.
     wide = torch.nn.functional.pad(case.block_table, (0, 30), value=-1)
-    other = msa_kernels.sparse_prefill(*case.with_(block_table=wide).attend_args, **case.scales)
+    wide = case.with_(block_table=wide)
+    other = msa_kernels.sparse_prefill(*wide.attend_args, **case.scales)
     torch.testing.assert_close(out, other, **near(out.dtype))
+    # Of such a table the hint says what its width does not.
+    hinted = msa_kernels.sparse_prefill(*wide.attend_args, **case.scales, max_seqlen_k=2048)
+    assert same_bits(hinted, out)
+
+
+def test_a_hint_that_nothing_is_selected_and_long_requests():
+    case = make_case(RAGGED, hq=64, hkv=4, dtype=torch.bfloat16, device="cuda")
+    check(case.with_(ids=shared_selection(case, 0.5)), max_seqlen_k=300)
 
 
 def test_duplicates_among_shared_blocks_count_twice():

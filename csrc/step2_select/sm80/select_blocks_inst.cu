@@ -11,8 +11,11 @@
 namespace msa {
 namespace {
 
-// Scores of a window, in bytes. As much as an L2 cache holds: the top-k reads them from there.
+// Scores of a window that are written, in bytes. As much as an L2 cache holds: the top-k reads them
+// from there.
 constexpr int64_t kWindowBytes = int64_t{64} << 20;
+// And the places for them, where the caller's hint says that most of a wide table is empty.
+constexpr int64_t kWorkspaceBytes = int64_t{512} << 20;
 constexpr int64_t kTokenMultiple = 256;  // whole tiles of the score kernels
 
 // Row-major scores of a window; `data` is the workspace.
@@ -23,9 +26,16 @@ struct Window {
 Window window_of(const SelectBlocksParams& params) {
   Window window{};
   window.row_blocks = (params.batch.max_pages + 31) / 32 * 32;
-  const int64_t token_bytes =
-      std::max<int64_t>(params.ids.num_heads * window.row_blocks * int64_t{sizeof(float)}, 1);
-  window.tokens = std::max<int64_t>(kWindowBytes / token_bytes, 1);
+  const auto bytes = [&](int64_t blocks) {
+    return std::max<int64_t>(params.ids.num_heads * blocks * int64_t{sizeof(float)}, 1);
+  };
+  int64_t written_blocks = window.row_blocks;
+  if (params.max_seqlen_k > 0) {
+    written_blocks = std::min(written_blocks, (params.max_seqlen_k - 1) / kBlock + 1);
+  }
+  window.tokens = std::max<int64_t>(
+      std::min(kWindowBytes / bytes(written_blocks), kWorkspaceBytes / bytes(window.row_blocks)),
+      1);
   if (window.tokens > kTokenMultiple) window.tokens -= window.tokens % kTokenMultiple;
   window.tokens = std::min(window.tokens, params.batch.num_tokens);
   return window;

@@ -44,6 +44,7 @@ struct Workspace {
 PrefillSizes sizes_of(const SparseAttendParams& params) {
   return prefill_sizes(params.batch.num_tokens, params.num_kv_heads, params.group_size,
                        params.ids.topk, params.batch.num_requests, params.batch.max_pages,
+                       params.max_seqlen_k,
                        params.group_size * (kHeadDim * 2 + int64_t{sizeof(float2)}),
                        kPartialBytesBudget, params.batch_invariant);
 }
