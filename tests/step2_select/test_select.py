@@ -6,7 +6,7 @@ import torch
 import msa_kernels
 from msa_kernels import reference
 from tests.inputs import BATCHES, BLOCK, FP8, dtype_name, guarded, make_case, same_bits
-from tests.tolerance import assert_ids, assert_selection
+from tests.tolerance import assert_ids, assert_scores, assert_selection
 
 INDEX_DTYPES = [torch.float32, torch.bfloat16, FP8]
 
@@ -199,6 +199,29 @@ def test_wide_table_changes_nothing(device, require, lengths):
     wide[:, : case.block_table.size(1)] = case.block_table
     again = msa_kernels.select_blocks(case.index_q, case.index_k_cache, wide, *case.batch[1:])
     assert same_bits(again, ids)
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("q_len", [1, 3, 8, 16])
+@pytest.mark.parametrize("dtype", INDEX_DTYPES, ids=dtype_name)
+def test_few_pages_and_many(device, require, dtype, q_len, strided):
+    """A page a CTA where a table has few columns, long pieces where it has many: the same bits."""
+    for op in ("select_blocks", "index_score"):
+        require(op, dtype, dtype)
+    for lengths in ([(q_len, 4000)], [(q_len, 2500), (q_len, 700), (1, 130)]):
+        case = make_case(
+            lengths, hq=4, hkv=4, index_dtype=dtype, strided=strided, poison="nan", device=device
+        )
+        case.block_table[0, 2] = -1
+        scores = msa_kernels.index_score(*case.index_args)
+        assert_scores(scores, case)
+        ids = msa_kernels.select_blocks(*case.index_args)
+        assert_selection(ids, case)
+        width = case.block_table.size(1)
+        table = torch.nn.functional.pad(case.block_table, (0, 1100 - width), value=2**31 - 1)
+        wide = case.with_(block_table=table)
+        assert same_bits(msa_kernels.index_score(*wide.index_args)[..., :width], scores)
+        assert same_bits(msa_kernels.select_blocks(*wide.index_args), ids)
 
 
 @pytest.mark.parametrize("q_len", [1, 4, 100])

@@ -10,7 +10,7 @@
 //           call, enough loads in flight for a large one).
 // Roles     all threads alike. A unit is 16 bytes of one input row, a token has
 //           2 * Hkv * kRowVectors of K and V and index_vectors of the index key.
-// Registers kUnroll loads of a thread are under way before its first store.
+// Registers kUnroll loads of a thread are under way before its first store, beside their slots.
 // Next      the launch of the scores may set itself up beside this one (sm_90).
 // Limits    two tokens with the same slot: either may win. 16-byte aligned rows (checked on the
 //           host); 64-bit offsets.
@@ -60,9 +60,10 @@ __device__ __forceinline__ void store_e4m3(uint8_t* target, const uint4& bits, f
   }
 }
 
-// Where a unit comes from and goes to. target is null where its token is skipped.
+// Where a unit comes from and goes to. target is null where its token is skipped. What is loaded
+// for it does not wait for its slot.
 struct Unit {
-  const uint4* source;
+  uint4 bits;
   uint8_t* target;
   float scale;
   bool index;
@@ -73,9 +74,8 @@ __device__ __forceinline__ Unit find_unit(const WriteCacheParams& params, const 
                                           int64_t token, int32_t vector) {
   constexpr int kRowVectors = kHeadDim * int{sizeof(Element)} / 16;
   constexpr int kStoredSize = kQuantise ? 1 : int{sizeof(Element)};
-  Unit unit{nullptr, nullptr, 1.0f, false};
+  Unit unit{{}, nullptr, 1.0f, false};
   const int64_t slot = params.slot_mapping[token * params.slot_stride];
-  if (slot < 0 || slot / kBlock >= params.k_cache.num_pages) return unit;
   const int32_t kv_vectors = grid.num_kv_heads * kRowVectors;
   unit.index = vector >= 2 * kv_vectors;
   const bool is_v = vector >= kv_vectors;
@@ -92,9 +92,10 @@ __device__ __forceinline__ Unit find_unit(const WriteCacheParams& params, const 
   }
   const int64_t size = unit.index ? grid.index_size : int{sizeof(Element)};
   const int64_t stored = unit.index ? grid.index_size : kStoredSize;
-  unit.source = reinterpret_cast<const uint4*>(
+  unit.bits = *reinterpret_cast<const uint4*>(
       static_cast<const uint8_t*>(rows.data) +
       (token * rows.token_stride + head * rows.head_stride) * size + column * 16);
+  if (slot < 0 || slot / kBlock >= params.k_cache.num_pages) return unit;
   unit.target = static_cast<uint8_t*>(cache.data) +
                 (slot / kBlock * cache.page_stride + head * cache.head_stride +
                  slot % kBlock * cache.token_stride) *
@@ -114,7 +115,6 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t units = tokens * grid.token_vectors;
   for (int32_t first = threadIdx.x; first < units; first += kThreads * kUnroll) {
     Unit unit[kUnroll];
-    uint4 bits[kUnroll];
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
       const int32_t place = first + i * kThreads;
@@ -123,15 +123,14 @@ __global__ void __launch_bounds__(kThreads)
         unit[i] = find_unit<Element, kQuantise>(
             params, grid, first_token + place / grid.token_vectors, place % grid.token_vectors);
       }
-      if (unit[i].target) bits[i] = *unit[i].source;
     }
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
       if (!unit[i].target) continue;
       if (!kQuantise || unit[i].index) {
-        *reinterpret_cast<uint4*>(unit[i].target) = bits[i];
+        *reinterpret_cast<uint4*>(unit[i].target) = unit[i].bits;
       } else {
-        store_e4m3<Element>(unit[i].target, bits[i], unit[i].scale);
+        store_e4m3<Element>(unit[i].target, unit[i].bits, unit[i].scale);
       }
     }
   }

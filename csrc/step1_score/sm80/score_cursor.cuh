@@ -63,6 +63,20 @@ struct ScoreCursor {
   }
 };
 
+// Piece `part` of `parts` of a line of units.
+struct Piece {
+  uint32_t begin, units;
+};
+
+__device__ __forceinline__ Piece cut_piece(uint32_t line, uint32_t part, uint32_t parts) {
+  uint32_t share = 0, rest = line;
+  if (line >= parts) {  // a division takes 200 clocks
+    share = line / parts;
+    rest = line - share * parts;
+  }
+  return {share * part + min(part, rest), share + (part < rest)};
+}
+
 // Piece `part` of `parts`, found by one warp on its own: 32 requests at a time. `words`: of request
 // `lane`.
 __device__ __forceinline__ ScoreCursor find_piece(const BatchView& batch, const ScoreCut& cut,
@@ -79,10 +93,9 @@ __device__ __forceinline__ ScoreCursor find_piece(const BatchView& batch, const 
     sum += request_units(load_request(batch, cut, request), cut);
   }
   sum = __reduce_add_sync(kAllLanes, sum);
-  const uint32_t share = sum / parts, rest = sum % parts;
-  const uint32_t begin = share * part + min(part, rest);
+  const auto [begin, units_of_piece] = cut_piece(sum, part, parts);
   ScoreCursor cursor;
-  cursor.left = share + (part < rest);
+  cursor.left = units_of_piece;
   if (cursor.left == 0) return cursor;
 
   uint32_t before = 0;  // units before the 32 requests at hand

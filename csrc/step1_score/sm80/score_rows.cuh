@@ -96,6 +96,11 @@ struct WarpRows {
                                         const Maxima& best) const {
     float kept[kKept];
     best.reduce(kept);
+    store(work, block, kept);
+  }
+
+  __device__ __forceinline__ void store(const ScoreWork& work, int32_t block,
+                                        const float (&kept)[kKept]) const {
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
       if (block < ends[i]) targets[i][block * work.scores.block_stride] = kept[i];

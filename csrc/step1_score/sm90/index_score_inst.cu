@@ -8,16 +8,23 @@
 namespace msa::index_score::sm90 {
 namespace {
 
+template <DType dtype, int kRows, bool kSmall>
+void launch_grid(const ScoreWork& work, int64_t grid, const ExecContext& context) {
+  using Shape = StreamShape<dtype, kRows, kSmall>;
+  launch_dependent(context.op, "the launch of msa_index_score_stream_sm90_kernel",
+                   msa_index_score_stream_sm90_kernel<dtype, kRows, kSmall>, grid, Shape::kThreads,
+                   Shape::kSharedBytes, static_cast<cudaStream_t>(context.stream), work);
+}
+
 template <DType dtype, int kRows>
 void launch(const ScoreWork& work, const ExecContext& context) {
-  constexpr auto kernel = msa_index_score_stream_sm90_kernel<dtype, kRows>;
-  constexpr int kThreads = stream_warps<dtype, kRows>() * 32;
-  constexpr int kSharedBytes = stream_shared_bytes<dtype, kRows>();
-  const int64_t resident =
-      resident_ctas<kernel>(context.op, context.device, kThreads, kSharedBytes);
-  launch_dependent(context.op, "the launch of msa_index_score_stream_sm90_kernel", kernel,
-                   std::min(resident, useful_ctas(work, kThreads / 32)), kThreads, kSharedBytes,
-                   static_cast<cudaStream_t>(context.stream), work);
+  using Shape = StreamShape<dtype, kRows, false>;
+  static_assert(StreamShape<dtype, kRows, true>::kSharedBytes <= 40 << 10, "asks for no more");
+  const int64_t resident = resident_ctas<msa_index_score_stream_sm90_kernel<dtype, kRows, false>>(
+      context.op, context.device, Shape::kThreads, Shape::kSharedBytes);
+  const int64_t pages = useful_ctas(work, 1);
+  if (pages <= resident) return launch_grid<dtype, kRows, true>(work, pages, context);
+  launch_grid<dtype, kRows, false>(work, resident, context);
 }
 
 template <DType dtype>

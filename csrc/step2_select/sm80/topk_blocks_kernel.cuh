@@ -17,8 +17,10 @@
 //           a total order, so exactly c have a rank below c, and their places are in order of id.
 //   search  of more (equal scores, or K = 32): the c-th largest key bit by bit, then all above it
 //           and the first of those equal to it. 32 counts, whatever the scores.
+// Next      the next kernel's launch begins when the scores are there.
 // Registers kValues keys a lane; kValues = 0: rows of any length, the scores read anew each pass.
-// Shared    group maxima, counts, the short list and the result of a row.
+// Shared    group maxima, counts, the short list and the result of a row. What every lane compares
+//           with every other's it reads there, 16 bytes a load: 32 shuffles took 17 clocks each.
 // Barriers  __syncwarp for a warp a row, __syncthreads above.
 // Order     no atomics: the same bits every time, wherever the row stands.
 // Limits    K <= 32; fewer than 2^32 rows; 64-bit offsets. Scores of forced and of invisible blocks
@@ -37,14 +39,17 @@ constexpr int kShortList = 64;  // two candidates a lane
 template <int kWarps>
 struct RowScratch {
   uint32_t maxima[kWarps][32];
+  alignas(16) uint32_t group_maxima[kWarps][32];  // a copy a warp
   int32_t counts[2][kWarps];
-  uint2 list[kShortList + 1];  // key and block; the last takes what does not fit or belong
+  // Key and block; the last takes what does not fit or belong.
+  alignas(16) uint2 list[kShortList + 1];
   int32_t chosen[kMaxTopk];
 };
 
 template <int kWarps, int kValues>
 struct RowSelector {
   static constexpr bool kResident = kValues > 0;
+  static constexpr int kGroup = 8;  // keys of a lane that are there, or looked at, together
 
   const float* scores;  // of block 0
   int64_t block_stride;
@@ -85,7 +90,13 @@ struct RowSelector {
       float values[kValues];
       if (block_stride == 1) {
 #pragma unroll
-        for (int i = 0; i < kValues; ++i) values[i] = 32 * i < left ? source[32 * i] : 0.0f;
+        for (int begin = 0; begin < kValues; begin += kGroup) {
+          if (ends_before(begin)) break;
+#pragma unroll
+          for (int i = begin; i < begin + kGroup; ++i) {
+            values[i] = 32 * i < left ? source[32 * i] : 0.0f;
+          }
+        }
       } else {
         const float* address = source;
 #pragma unroll
@@ -95,8 +106,19 @@ struct RowSelector {
         }
       }
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) keys[i] = 32 * i < left ? score_key(values[i]) : 0;
+      for (int begin = 0; begin < kValues; begin += kGroup) {
+        if (ends_before(begin)) break;
+#pragma unroll
+        for (int i = begin; i < begin + kGroup; ++i) {
+          keys[i] = 32 * i < left ? score_key(values[i]) : 0;
+        }
+      }
     }
+  }
+
+  // Keys [begin, begin + kGroup) of the lane are none: rows may be shorter than the kernel's most.
+  __device__ __forceinline__ bool ends_before(int begin) const {
+    return begin > 0 && begin >= steps;
   }
 
   // visit(key, block) for every block of the lane, in whole warps; key 0 where there is none.
@@ -104,7 +126,11 @@ struct RowSelector {
   __device__ __forceinline__ void for_each(const Visit& visit) const {
     if constexpr (kResident) {
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) visit(keys[i], first + 32 * i);
+      for (int begin = 0; begin < kValues; begin += kGroup) {
+        if (ends_before(begin)) break;
+#pragma unroll
+        for (int i = begin; i < begin + kGroup; ++i) visit(keys[i], first + 32 * i);
+      }
     } else {
 #pragma unroll 4
       for (int32_t i = 0; i < steps; ++i) visit(load(i), first + 32 * i);
@@ -144,10 +170,14 @@ struct RowSelector {
       for (int w = 0; w < kWarps; ++w) largest = max(largest, scratch.maxima[w][lane]);
     }
     // The least of those that fewer than `capacity` exceed.
+    scratch.group_maxima[warp][lane] = largest;
+    __syncwarp();
     int32_t exceeding = 0;
 #pragma unroll
-    for (int other = 0; other < 32; ++other) {
-      exceeding += __shfl_sync(kAllLanes, largest, other) > largest;
+    for (int other = 0; other < 32; other += 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(&scratch.group_maxima[warp][other]);
+      exceeding += (four.x > largest) + (four.y > largest);
+      exceeding += (four.z > largest) + (four.w > largest);
     }
     return max(__reduce_min_sync(kAllLanes, exceeding < capacity ? largest : ~0u), 1u);
   }
@@ -169,21 +199,28 @@ struct RowSelector {
 
   // The best `capacity` of the list, one warp. Of equal keys the first in the list is the better.
   __device__ __forceinline__ void rank(int32_t listed, int32_t capacity) const {
-    const uint2 low = lane < listed ? scratch.list[lane] : uint2{0, 0};
-    const uint2 high = lane + 32 < listed ? scratch.list[lane + 32] : uint2{0, 0};
+    if (lane >= listed) scratch.list[lane] = {0, 0};
+    if (lane + 32 >= listed) scratch.list[lane + 32] = {0, 0};
+    __syncwarp();
+    const uint2 low = scratch.list[lane], high = scratch.list[lane + 32];
     const unsigned lower_lanes = (1u << lane) - 1;
+    const auto pair_of = [&](int place) {  // two keys, and their blocks
+      return *reinterpret_cast<const uint4*>(&scratch.list[place]);
+    };
     int32_t low_rank = __popc(__match_any_sync(kAllLanes, low.x) & lower_lanes), high_rank = 0;
 #pragma unroll
-    for (int other = 0; other < 32; ++other) {
-      low_rank += __shfl_sync(kAllLanes, low.x, other) > low.x;
+    for (int other = 0; other < 32; other += 2) {
+      const uint4 pair = pair_of(other);
+      low_rank += (pair.x > low.x) + (pair.z > low.x);
     }
     if (listed > 32) {
       high_rank = __popc(__match_any_sync(kAllLanes, high.x) & lower_lanes);
 #pragma unroll
-      for (int other = 0; other < 32; ++other) {
-        const uint32_t key = __shfl_sync(kAllLanes, high.x, other);
-        low_rank += key > low.x;
-        high_rank += (key > high.x) + (__shfl_sync(kAllLanes, low.x, other) >= high.x);
+      for (int other = 0; other < 32; other += 2) {
+        const uint4 before = pair_of(other), pair = pair_of(32 + other);
+        low_rank += (pair.x > low.x) + (pair.z > low.x);
+        high_rank += (pair.x > high.x) + (pair.z > high.x);
+        high_rank += (before.x >= high.x) + (before.z >= high.x);
       }
     }
     const bool take_low = low.x > 0 && low_rank < capacity;
@@ -273,6 +310,8 @@ __global__ void __launch_bounds__(kWarps == 1 ? kRowsPerCta * 32 : kWarps * 32, 
                           (params.first_token + token) * params.ids.token_stride +
                           lane * params.ids.slot_stride;
   if (params.after_scores) wait_for_previous_kernel();
+  // Not sooner: beside kernels that still score, the next one began 5 us late at times.
+  start_next_kernel();
 
   if (blocks.capacity > 0) selector.select(blocks);
   RowSelector<kWarps, kValues>::sync();
