@@ -110,12 +110,16 @@ def _attend(device: str, cache: torch.dtype) -> Iterator[tuple[str, Call]]:
 
 
 def _select(device: str, index: torch.dtype) -> Iterator[tuple[str, Call]]:
-    for name, lengths in {
-        "decode": [(1, 2900), (1, 5)],
-        "drafts": [(8, 2900), (3, 300)],
-        "prefill": [(280, 2900), (30, 300)],
-    }.items():
-        case = make_case(lengths, hq=64, hkv=4, dtype=BF16, index_dtype=index, device=device)
+    decode, drafts = [(1, 2900), (1, 5)], [(8, 2900), (3, 300)]
+    for name, lengths, max_pages in (
+        ("decode", decode, None),
+        ("decode, wide table", decode, 600),
+        ("drafts", drafts, None),
+        ("drafts, wide table", drafts, 600),
+        ("prefill", [(280, 2900), (30, 300)], None),
+    ):
+        heads = dict(hq=64, hkv=4, dtype=BF16, index_dtype=index)
+        case = make_case(lengths, **heads, max_pages=max_pages, device=device)
         yield f"select_blocks {name} {index}", _later(msa.select_blocks, *case.index_args, 16)
         yield f"index_score {name} {index}", _later(msa.index_score, *case.index_args)
 
