@@ -119,13 +119,13 @@ def test_narrow_table_bad_pages_and_wrong_hints(device, require):
 def test_hints_in_a_wide_table(device, require):
     """As wide as an engine's: the hint says how much of the workspace's rows is used."""
     require("select_blocks")
-    case = make_case([(2100, 9000), (3, 20000)], device=device)
+    case = make_case([(700, 9000), (3, 40_000), (2, 140_000)], device=device)
     expected = msa_kernels.select_blocks(*case.index_args)
     table = torch.nn.functional.pad(
         case.block_table, (0, 16_000 - case.block_table.size(1)), value=-1
     )
     wide = case.with_(block_table=table)
-    for hint in (None, 20000, 9000, 1, 10**9):
+    for hint in (None, 140_000, 40_000, 9000, 1, 10**9):
         ids = msa_kernels.select_blocks(*wide.index_args, max_seqlen_k=hint)
         assert torch.equal(ids, expected), hint
 

@@ -21,6 +21,7 @@ constexpr int64_t kTokenMultiple = 256;  // whole tiles of the score kernels
 // Row-major scores of a window; `data` is the workspace.
 struct Window {
   int64_t tokens, row_blocks;
+  int64_t used_blocks;  // of a row, as far as the caller's hint says
 };
 
 Window window_of(const SelectBlocksParams& params) {
@@ -29,13 +30,13 @@ Window window_of(const SelectBlocksParams& params) {
   const auto bytes = [&](int64_t blocks) {
     return std::max<int64_t>(params.ids.num_heads * blocks * int64_t{sizeof(float)}, 1);
   };
-  int64_t written_blocks = window.row_blocks;
+  window.used_blocks = params.batch.max_pages;
   if (params.max_seqlen_k > 0) {
-    written_blocks = std::min(written_blocks, (params.max_seqlen_k - 1) / kBlock + 1);
+    window.used_blocks = std::min(window.used_blocks, (params.max_seqlen_k - 1) / kBlock + 1);
   }
-  window.tokens = std::max<int64_t>(
-      std::min(kWindowBytes / bytes(written_blocks), kWorkspaceBytes / bytes(window.row_blocks)),
-      1);
+  window.tokens = std::max<int64_t>(std::min(kWindowBytes / bytes(window.used_blocks),
+                                             kWorkspaceBytes / bytes(window.row_blocks)),
+                                    1);
   if (window.tokens > kTokenMultiple) window.tokens -= window.tokens % kTokenMultiple;
   window.tokens = std::min(window.tokens, params.batch.num_tokens);
   return window;
@@ -86,7 +87,7 @@ void run_select_blocks(const SelectBlocksParams& params, const ExecContext& cont
     topk.after_scores = scored;
     topk.rule = params.rule;
     topk.ids = params.ids;
-    topk_blocks::sm80::run_topk(topk, params.batch.max_pages, context);
+    topk_blocks::sm80::run_topk(topk, window.used_blocks, context);
   }
 }
 

@@ -19,6 +19,8 @@
 //           and the first of those equal to it. 32 counts, whatever the scores.
 // Next      the next kernel's launch begins when the scores are there.
 // Registers kValues keys a lane; kValues = 0: rows of any length, the scores read anew each pass.
+// So
+//           are those of rows longer than a kernel with registers was launched for.
 // Shared    group maxima, counts, the short list and the result of a row. What every lane compares
 //           with every other's it reads there, 16 bytes a load: 32 shuffles took 17 clocks each.
 // Barriers  __syncwarp for a warp a row, __syncthreads above.
@@ -302,9 +304,10 @@ __global__ void __launch_bounds__(kWarps == 1 ? kRowsPerCta * 32 : kWarps * 32, 
     visible = position.request < 0 ? 0 : visible_blocks(params.batch, position.pos);
   }
   const RowBlocks blocks(params.rule, visible);
-  RowSelector<kWarps, kValues> selector{
-      params.scores.data + head * params.scores.head_stride + token * params.scores.token_stride,
-      params.scores.block_stride, scratch, lane, kWarps == 1 ? 0 : warp};
+  const float* const scores =
+      params.scores.data + head * params.scores.head_stride + token * params.scores.token_stride;
+  RowSelector<kWarps, kValues> selector{scores, params.scores.block_stride, scratch, lane,
+                                        kWarps == 1 ? 0 : warp};
   selector.place(blocks);
   int32_t* const target = static_cast<int32_t*>(params.ids.data) + head * params.ids.head_stride +
                           (params.first_token + token) * params.ids.token_stride +
@@ -313,7 +316,16 @@ __global__ void __launch_bounds__(kWarps == 1 ? kRowsPerCta * 32 : kWarps * 32, 
   // Not sooner: beside kernels that still score, the next one began 5 us late at times.
   start_next_kernel();
 
-  if (blocks.capacity > 0) selector.select(blocks);
+  if (blocks.capacity > 0) {
+    if (kValues == 0 || selector.steps <= kValues) {
+      selector.select(blocks);
+    } else {
+      RowSelector<kWarps, 0> longer{scores, params.scores.block_stride, scratch, lane,
+                                    selector.warp};
+      longer.place(blocks);
+      longer.select(blocks);
+    }
+  }
   RowSelector<kWarps, kValues>::sync();
   if (kWarps > 1 && warp > 0) return;
   int32_t id = -1;

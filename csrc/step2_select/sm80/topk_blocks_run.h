@@ -21,7 +21,8 @@ struct TopkKernelParams {
   IdsView ids;
 };
 
-// max_blocks: the most blocks that a row may have; it chooses the kernel.
+// max_blocks: the most blocks that a row is expected to have; it chooses the kernel, not the
+// result.
 void run_topk(const TopkKernelParams& params, int64_t max_blocks, const ExecContext& context);
 
 }  // namespace msa::topk_blocks::sm80
