@@ -166,6 +166,40 @@ def test_a_hint_that_nothing_is_selected_and_long_requests():
     check(case.with_(ids=shared_selection(case, 0.5)), max_seqlen_k=300)
 
 
+@pytest.mark.parametrize(("tokens", "columns"), [(900, 16), (150, 60), (1500, 60)])
+@pytest.mark.parametrize("kind", ["more", "most", "negative", "falling"])
+def test_starts_of_more_tokens_than_there_are(tokens, columns, kind):
+    """Whatever cu_seqlens_q says: rows past the batch stay as they are, and requests that end
+    behind it keep the tokens they have. Narrow tables, few tokens, and many."""
+    case = make_case(
+        [(tokens, 1900), (130, 2000)],
+        hq=64,
+        hkv=4,
+        max_pages=columns,
+        padding_rows=0,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    full = msa_kernels.sparse_prefill(*case.attend_args)
+    kept, guard = case.num_tokens - 40, 300
+    starts = case.cu_seqlens_q.clone()
+    if kind == "most":
+        starts[2] = 2**31 - 1
+    elif kind == "negative":
+        starts[1:] = -(2**31)
+    elif kind == "falling":
+        starts[1] = 2**30
+    out = full.new_full((kept + guard, 64, D), 7.0)
+    short = case.with_(q=case.q[:kept], ids=case.ids[:, :kept], cu_seqlens_q=starts)
+    msa_kernels.sparse_prefill(*short.attend_args, out=out[:kept])
+    torch.cuda.synchronize()
+    assert bool((out[kept:] == 7.0).all())
+    if kind == "more":
+        torch.testing.assert_close(out[:kept], full[:kept], **near(out.dtype))
+    elif kind == "negative":
+        assert not bool(out[:kept].any())
+
+
 def test_duplicates_among_shared_blocks_count_twice():
     case = make_case([(1000, 6000)], hq=64, hkv=4, dtype=torch.bfloat16, device="cuda")
     ids = shared_selection(case, 1.0)
