@@ -1,6 +1,8 @@
 """The ways that sparse_prefill takes on a GPU: by how many tokens, how wide the table, what is
 shared. Each must give every token what it gets alone."""
 
+import math
+
 import pytest
 import torch
 
@@ -164,6 +166,62 @@ def test_narrow_tables(hq, hkv, kind, cache_dtype):
 def test_a_hint_that_nothing_is_selected_and_long_requests():
     case = make_case(RAGGED, hq=64, hkv=4, dtype=torch.bfloat16, device="cuda")
     check(case.with_(ids=shared_selection(case, 0.5)), max_seqlen_k=300)
+
+
+@pytest.mark.parametrize(("tokens", "columns"), [(900, 16), (150, 60), (1500, 60)])
+@pytest.mark.parametrize("kind", ["more", "most", "negative", "falling"])
+def test_starts_of_more_tokens_than_there_are(tokens, columns, kind):
+    """Whatever cu_seqlens_q says: rows past the batch stay as they are, and requests that end
+    behind it keep the tokens they have. Narrow tables, few tokens, and many."""
+    case = make_case(
+        [(tokens, 1900), (130, 2000)],
+        hq=64,
+        hkv=4,
+        max_pages=columns,
+        padding_rows=0,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    full = msa_kernels.sparse_prefill(*case.attend_args)
+    kept, guard = case.num_tokens - 40, 300
+    starts = case.cu_seqlens_q.clone()
+    if kind == "most":
+        starts[2] = 2**31 - 1
+    elif kind == "negative":
+        starts[1:] = -(2**31)
+    elif kind == "falling":
+        starts[1] = 2**30
+    out = full.new_full((kept + guard, 64, D), 7.0)
+    short = case.with_(q=case.q[:kept], ids=case.ids[:, :kept], cu_seqlens_q=starts)
+    msa_kernels.sparse_prefill(*short.attend_args, out=out[:kept])
+    torch.cuda.synchronize()
+    assert bool((out[kept:] == 7.0).all())
+    if kind == "more":
+        torch.testing.assert_close(out[:kept], full[:kept], **near(out.dtype))
+    elif kind == "negative":
+        assert not bool(out[:kept].any())
+
+
+@pytest.mark.parametrize("tokens", [60, 1500])
+def test_blocks_without_a_logit_before_blocks_of_very_low_ones(tokens):
+    """Partial results are summed some at a time: the first may have no logit above -inf, and the
+    next ones that 2 to the power of is 0."""
+    case = make_case([(tokens, 9000)], hq=64, hkv=4, topk=32, dtype=torch.bfloat16, device="cuda")
+    case.q[..., 0] = 1.0
+    where = torch.arange(case.seq_lens.max().item(), device="cuda")
+    page = case.block_table[0, where // 128].long()
+    low = torch.where(where < 40 * 128, -math.inf, -6000.0).bfloat16()
+    case.k_cache[page, :, where % 128, 0] = low[:, None]
+    ids = torch.arange(0, 64, 2, device="cuda").expand_as(case.ids).contiguous()
+    case = case.with_(ids=ids.int())
+    want, want_lse = msa_kernels.reference.sparse_prefill(*case.attend_args, return_lse=True)
+    assert bool(want_lse.isfinite().all())
+    for invariant in (False, True):
+        out, lse = msa_kernels.sparse_prefill(
+            *case.attend_args, return_lse=True, batch_invariant=invariant
+        )
+        torch.testing.assert_close(out, want, **near(out.dtype))
+        torch.testing.assert_close(lse, want_lse, rtol=LSE_REL, atol=1e-4)
 
 
 def test_duplicates_among_shared_blocks_count_twice():

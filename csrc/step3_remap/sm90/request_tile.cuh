@@ -43,11 +43,19 @@ struct UnionState {
   }
 };
 
-// Tile `index` of a head; blocks and pos are left out. By a warp.
+// Tokens of the batch that are of a request: whatever cu_seqlens_q says, no more than there are.
+__device__ __forceinline__ int32_t count_real_tokens(const BatchView& batch) {
+  return min(max(first_token_of(batch, batch.num_requests), 0),
+             static_cast<int32_t>(batch.num_tokens));
+}
+
+// Tile `index` of a head; its blocks are left out. By a warp. Its tokens are rows of the batch,
+// whatever cu_seqlens_q says.
 __device__ __forceinline__ RequestTile find_tile(const BatchView& batch, int32_t index,
                                                  int32_t tile_tokens) {
   const int lane = threadIdx.x % 32;
   const auto num_requests = static_cast<int32_t>(batch.num_requests);
+  const auto num_tokens = static_cast<int32_t>(batch.num_tokens);
   int32_t before = 0;  // tiles of earlier requests
 #pragma unroll 1
   for (int32_t first = 0; first < num_requests; first += 32 * kRequestsPerLane) {
@@ -58,10 +66,12 @@ __device__ __forceinline__ RequestTile find_tile(const BatchView& batch, int32_t
       begin[i] = first_token_of(batch, min(mine + i, num_requests));
       if (i < kRequestsPerLane) seq_len[i] = seq_len_of(batch, min(mine + i, num_requests - 1));
     }
-    int32_t tiles[kRequestsPerLane], sum = 0;
+    int32_t row[kRequestsPerLane], end_row[kRequestsPerLane], tiles[kRequestsPerLane], sum = 0;
 #pragma unroll
     for (int i = 0; i < kRequestsPerLane; ++i) {
-      tiles[i] = static_cast<uint32_t>(begin[i + 1] - begin[i] + tile_tokens - 1) /
+      row[i] = min(max(begin[i], 0), num_tokens);
+      end_row[i] = max(min(begin[i + 1], num_tokens), row[i]);
+      tiles[i] = static_cast<uint32_t>(end_row[i] - row[i] + tile_tokens - 1) /
                  static_cast<uint32_t>(tile_tokens);
       sum += tiles[i];
     }
@@ -74,8 +84,8 @@ __device__ __forceinline__ RequestTile find_tile(const BatchView& batch, int32_t
       for (int i = 0; i < kRequestsPerLane; ++i) {
         if (skipped >= 0 && skipped < tiles[i]) {
           tile.request = mine + i;
-          tile.first_token = begin[i] + skipped * tile_tokens;
-          tile.tokens = min(tile_tokens, begin[i + 1] - tile.first_token);
+          tile.first_token = row[i] + skipped * tile_tokens;
+          tile.tokens = min(tile_tokens, end_row[i] - tile.first_token);
           tile.seq_len = seq_len[i];
           tile.pos = seq_len[i] - (begin[i + 1] - tile.first_token);
         }

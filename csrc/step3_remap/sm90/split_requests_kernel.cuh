@@ -36,7 +36,7 @@ static __global__ void __launch_bounds__(kRequestThreads)
   const int group = static_cast<int>(params.group_size);
   state.clear();
   wait_for_previous_kernel();
-  const int32_t real_tokens = first_token_of(split.batch, split.batch.num_requests);
+  const int32_t real_tokens = count_real_tokens(split.batch);
 
   if (blockIdx.x < heads * tiles) {  // without tiles one CTA remains, for padding
     const int32_t head = blockIdx.x / tiles;
@@ -58,7 +58,7 @@ static __global__ void __launch_bounds__(kRequestThreads)
     }
   }
 
-  const uint32_t padding = max(0, static_cast<int32_t>(plan.num_tokens) - real_tokens);
+  const uint32_t padding = static_cast<uint32_t>(plan.num_tokens) - real_tokens;
 #pragma unroll 1
   for (uint32_t unit = blockIdx.x * kRequestWarps + warp; unit < heads * padding;
        unit += gridDim.x * kRequestWarps) {

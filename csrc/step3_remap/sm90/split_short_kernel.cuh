@@ -9,14 +9,16 @@
 //           histogram  pairs of each row, then the row's first pair
 //           sorted     token and entry of each pair
 // Steps     1 all that is read, at once, into shared memory   2 the tokens' positions
-//           3 entries into the histogram: their rows and ranks   4 prefix sum over the CTA's rows;
-//           how many items of each size it has to the other CTAs' shared memory   5 every entry to
-//           its row; meanwhile the CTAs' counts arrive   6 pairs to memory, neighbours by
-//           neighbours: 3000 scattered stores took 6 us   7 work items to memory, the largest first
+//           3 entries into the histogram: their rows and ranks   4 prefix sums over the CTA's rows:
+//           of pairs, and of items of each size, whose totals go to the other CTAs' shared memory
+//           5 every entry to its row; meanwhile the CTAs' totals arrive   6 pairs to memory,
+//           neighbours by neighbours: 3000 scattered stores took 6 us   7 work items to memory, the
+//           largest first
 // The CTAs that attend take items by turns (prefill_kv_block_kernel.cuh): large ones first, they
-// end together. Items of one size, and the pairs of a row, are in any order; no result depends on
-// it. Slots are fixed, K a (head, token), and so is where the pairs of a head begin. Memory is
-// waited for once, and the loops are not unrolled: fetching the code is a part of the time.
+// end together. Items of one size are in the order of heads and rows, the pairs of a row in any: no
+// result depends on it. Slots are fixed, K a (head, token), and so is where the pairs of a head
+// begin. Memory is waited for once, and the loops are not unrolled: fetching the code is a part of
+// the time.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -39,7 +41,10 @@ using namespace msa::sm90;
 constexpr int kShortThreads = 1024;
 constexpr int kRankBits = 14;
 constexpr uint32_t kNowhere = 0xffffffffu;
-constexpr int kSizeClasses = 8;  // of work items, by their tiles: the last has all smaller ones
+// Work items by size: of 4 tiles and more, of 3, 2, 1. Their numbers are fields of one word, which
+// add up without each other; only all items of a call may fill one, and then the others are empty.
+constexpr int kSizeClasses = 4, kSizeBits = 16;
+static_assert(kShortEntries * kShortHeads <= 1 << kSizeBits, "items, of a pair at least");
 static_assert(kShortTokens <= kShortThreads, "a thread has a token");
 static_assert(kShortEntries <= 1 << kRankBits && kShortRows < 1 << 18, "row and rank fit a word");
 
@@ -52,9 +57,9 @@ struct alignas(8) ShortState {  // entries of 64 bits may follow
   ShortToken tokens[kShortTokens];
   uint32_t mask[kShortTokens];
   int32_t begins[kShortRequests + 1], lengths[kShortRequests];
-  uint32_t warp_sums[kShortThreads / 32];
-  uint32_t class_items[kSizeClasses];  // the head's items of a class, then where its next one goes
-  uint32_t totals[kSizeClasses * kShortHeads];  // [class][head]: items, written by the head's CTA
+  uint64_t warp_items[kShortThreads / 32];  // of each size
+  uint64_t items[kShortHeads];              // of a head, written by its CTA
+  uint32_t warp_pairs[kShortThreads / 32];
   // entries [T * K] of ids' type, int32_t pages[rows], uint32_t histogram[rows + 1],
   // uint32_t sorted[T * K] follow
 };
@@ -102,10 +107,9 @@ __device__ __forceinline__ void load_short(const SplitParams& params, ShortState
   wait_async_copies<0>();
 }
 
-// How a row of pairs is cut into items (row_items(), item_begin()), and how large these are: class
-// 0 is the largest.
+// How a row of pairs is cut into items (row_items(), item_begin()), and the field of their size.
 struct RowCut {
-  uint32_t items, share, rest, size_class;
+  uint32_t items, share, rest, shift;
 };
 
 __device__ __forceinline__ RowCut cut_row(const SplitParams& params, uint32_t count) {
@@ -115,9 +119,8 @@ __device__ __forceinline__ RowCut cut_row(const SplitParams& params, uint32_t co
   cut.items = row_items(count, max_queries);
   cut.share = count / cut.items;
   cut.rest = count - cut.share * cut.items;
-  const uint32_t most_tiles = (max_queries - 1) / tile_tokens;
-  const uint32_t tiles = (cut.share + (cut.rest > 0) - 1) / tile_tokens;
-  cut.size_class = min(most_tiles - tiles, kSizeClasses - 1u);
+  const uint32_t more_tiles = (cut.share + (cut.rest > 0) - 1) / tile_tokens;
+  cut.shift = kSizeBits * (kSizeClasses - 1 - min(more_tiles, kSizeClasses - 1u));
   return cut;
 }
 
@@ -147,7 +150,6 @@ __global__ void __launch_bounds__(kShortThreads)
   load_short(params, state, head, entries, rows, ids, pages);
 #pragma unroll 1
   for (int i = thread; i < rows; i += kShortThreads) histogram[i] = 0;
-  if (thread < kSizeClasses) state.class_items[thread] = 0;
   __syncthreads();
 
   if (thread < num_tokens) {
@@ -199,25 +201,41 @@ __global__ void __launch_bounds__(kShortThreads)
   const int thread_rows = (rows + kShortThreads - 1) / kShortThreads;
   const int first_row = min(thread * thread_rows, rows),
             end_row = min(first_row + thread_rows, rows);
-  uint32_t mine = 0;
+  uint32_t row_pairs = 0;
+  uint64_t items = 0;
 #pragma unroll 1
   for (int i = first_row; i < end_row; ++i) {
     if (histogram[i] == 0) continue;
     const RowCut cut = cut_row(params, histogram[i]);
-    atomicAdd(&state.class_items[cut.size_class], cut.items);
-    mine += histogram[i];
+    items += static_cast<uint64_t>(cut.items) << cut.shift;
+    row_pairs += histogram[i];
   }
-  uint32_t begin = sum_up_to_lane(mine);
-  if (lane == 31) state.warp_sums[warp] = begin;
+  uint32_t begin = sum_up_to_lane(row_pairs);
+  uint64_t next_items = sum_up_to_lane(items);
+  if (lane == 31) {
+    state.warp_pairs[warp] = begin;
+    state.warp_items[warp] = next_items;
+  }
   __syncthreads();
-  const uint32_t warp_sum = state.warp_sums[lane];
-  begin += __reduce_add_sync(kAllLanes, lane < warp ? warp_sum : 0) - mine;
-  if (thread + 1 == kShortThreads) histogram[rows] = begin + mine;
+  // Of the lanes below `end`. A head has fewer items than a field holds, so halves add up alone.
+  const auto sum_items = [&](int end) {
+    const uint64_t sum = lane < end ? state.warp_items[lane] : 0;
+    return static_cast<uint64_t>(__reduce_add_sync(kAllLanes, static_cast<uint32_t>(sum >> 32)))
+               << 32 |
+           __reduce_add_sync(kAllLanes, static_cast<uint32_t>(sum));
+  };
+  const uint32_t warp_pairs = state.warp_pairs[lane];
+  begin += __reduce_add_sync(kAllLanes, lane < warp ? warp_pairs : 0) - row_pairs;
+  next_items += sum_items(warp) - items;
+  if (thread + 1 == kShortThreads) histogram[rows] = begin + row_pairs;
   cluster_wait();
-  if (thread < kSizeClasses * heads) {
-    const int other = thread / kSizeClasses, size_class = thread % kSizeClasses;
-    cluster_store(cluster_address(shared_address(state.totals + size_class * heads + head), other),
-                  state.class_items[size_class]);
+  if (warp == 0) {
+    const uint64_t head_items = sum_items(kShortThreads / 32);
+    if (lane < heads) {
+      const uint32_t place = cluster_address(shared_address(state.items + head), lane);
+      cluster_store(place, static_cast<uint32_t>(head_items));
+      cluster_store(place + 4, static_cast<uint32_t>(head_items >> 32));
+    }
   }
 #pragma unroll 1
   for (int i = first_row; i < end_row; ++i) {
@@ -246,38 +264,36 @@ __global__ void __launch_bounds__(kShortThreads)
                                          __popc(state.mask[token] & ((1u << k) - 1))};
   }
   if (thread < num_tokens) {
-    const int32_t unit = first_unit + thread;
-    plan.leftovers[unit] = __popc(state.mask[thread]);
-    plan.first_slot[unit] = unit * static_cast<int32_t>(topk);
+    plan.leftovers[first_unit + thread] = __popc(state.mask[thread]);
   }
   cluster_wait();
 
-  if (warp == 0) {  // where this head's items of each class begin: larger ones, then earlier heads
-    static_assert(kSizeClasses * kShortHeads <= 64, "two a lane");
-    const int first = 2 * lane, all = kSizeClasses * heads;
-    const uint32_t items[2] = {first < all ? state.totals[first] : 0,
-                               first + 1 < all ? state.totals[first + 1] : 0};
-    uint32_t before = sum_up_to_lane(items[0] + items[1]);
-    if (head == 0 && lane == 31) {
-      plan.round_items[0] = 0;
-      plan.round_items[1] = static_cast<int32_t>(before);
-    }
-    before -= items[0] + items[1];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (first + i < all && (first + i) % heads == head) {
-        state.class_items[(first + i) / heads] = before;
-      }
-      before += items[i];
-    }
+  // Items of a size come after all larger ones, of all heads, and those of earlier heads.
+  uint64_t all_items = 0;
+#pragma unroll 1
+  for (int other = 0; other < heads; ++other) {
+    if (other < head) next_items += state.items[other];
+    all_items += state.items[other];
   }
-  __syncthreads();
+  constexpr uint64_t kEveryField = 0x0001000100010001;
+  next_items += all_items * kEveryField - all_items;  // to each field those below it
+  if (head == 0 && thread == 0) {
+    uint32_t total = 0;
+#pragma unroll 1
+    for (int field = 0; field < kSizeClasses * heads; ++field) {
+      total += state.items[field / kSizeClasses] >> kSizeBits * (field % kSizeClasses) &
+               ((1u << kSizeBits) - 1);
+    }
+    plan.round_items[0] = 0;
+    plan.round_items[1] = static_cast<int32_t>(total);
+  }
 #pragma unroll 1
   for (int i = first_row; i < end_row; ++i) {
     const uint32_t count = histogram[i + 1] - histogram[i];
     if (count == 0) continue;
     const RowCut cut = cut_row(params, count);
-    uint32_t item = atomicAdd(&state.class_items[cut.size_class], cut.items);
+    uint32_t item = next_items >> cut.shift & ((1u << kSizeBits) - 1);
+    next_items += static_cast<uint64_t>(cut.items) << cut.shift;
     const int request = i / static_cast<int>(batch.max_pages);
     WorkItem fields =
         block_item(head, i - request * static_cast<int>(batch.max_pages), pages[i],

@@ -77,7 +77,6 @@ Workspace cut_workspace(const SparseAttendParams& params) {
   take(work.partials.out, sizes.slots * params.group_size * kHeadDim);
   take(work.partials.state, sizes.slots * params.group_size);
   take(plan.leftovers, heads * plan.num_tokens);
-  take(plan.first_slot, heads * plan.num_tokens);
   take(plan.pairs, all_slots);
   take(plan.work_items, sizes.max_items);
   work.counters_begin = offset;
@@ -92,6 +91,7 @@ Workspace cut_workspace(const SparseAttendParams& params) {
     take(plan.tile_blocks, heads * sizes.tiles);
     take(plan.tile_round, heads * sizes.tiles);
     take(plan.tile_list, heads * sizes.tiles * plan.tile_capacity);
+    take(plan.first_slot, heads * plan.num_tokens);
     take(plan.leftover_mask, heads * plan.num_tokens);
     take(plan.entry_rank, all_slots);
     take(plan.chunk_base, heads * sizes.chunks * plan.chunk_rows);
@@ -220,12 +220,14 @@ void run(const SparseAttendParams& params, const ExecContext& context) {
       launch_dependent(context.op, "launching the KV-block-major kernel", kv_block_kernel, kv_ctas,
                        prefill::kThreads, kSharedBytes, stream, attend, q_map, k_map, v_map);
     }
-    const prefill::FinishParams finish{{params.batch, params.v_cache, params.out, params.lse,
-                                        scale_log2, params.num_kv_heads, log_group, params.v_scale},
-                                       work.partials,
-                                       plan,
-                                       round,
-                                       params.k_scale};
+    const prefill::FinishParams finish{
+        {params.batch, params.v_cache, params.out, params.lse, scale_log2, params.num_kv_heads,
+         log_group, params.v_scale},
+        work.partials,
+        plan,
+        round,
+        params.k_scale,
+        plan.sizes.short_call ? static_cast<int32_t>(params.ids.topk) : 0};
     if (plan.sizes.query_major) {
       launch_dependent(context.op, "launching the query-major kernel", query_block_kernel,
                        tile_ctas, prefill::kThreads, kTileSharedBytes, stream, finish, q_map, k_map,

@@ -4,10 +4,12 @@
 //   M = max over its slots of m;  w = 2^(m - M);  out = sum w o / sum w l
 //   lse = (M + log2(sum w l)) / log2(e)
 //
-// Bound by memory: every slot is read once.
-// Grid      persistent, a CTA 16 rows (token, g) of a tile and turn, a warp half the columns of
-//           8 rows, a lane 16 columns of one, in the order the partials were stored in: 16-byte
-//           loads, 512 contiguous bytes a warp.
+// A batch of slots at a time, running: M grows, and the sums shrink with it. Bound by memory: every
+// slot is read once. In short calls a token has K places for its slots, so that they are read
+// beside its count, which says how many hold anything.
+// Grid      persistent, a CTA 8 or 16 rows (token, g) of a tile and turn, a warp 1 or 2 chunks of
+//           32 columns of 8 rows, a lane a quarter of that of one, in the order the partials were
+//           stored in: 16-byte loads, 512 contiguous bytes a warp.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -34,15 +36,13 @@ struct TileParams {
 struct FinishParams : TileParams {
   Partials partials;
   PrefillPlan plan;
-  int32_t round;      // the tiles that this launch finishes
-  ScaleView k_scale;  // of FP8 caches
+  int32_t round;        // the tiles that this launch finishes
+  ScaleView k_scale;    // of FP8 caches
+  int32_t fixed_slots;  // places of each (head, token) in a short call, K of them; else 0
 };
 
 constexpr int kMergeWarps = 4;
-constexpr int kMergeCtas = 4;                // on an SM
-constexpr int kMergeChunks = 2;              // of 32 columns, that a warp merges
-constexpr int kMergeBatch = 8;               // slots whose loads are in flight together
-constexpr int kRowWarps = 4 / kMergeChunks;  // that share rows
+constexpr int kMergeCtas = 4;  // on an SM
 
 // Of four lanes with four words each, lane q gets word q of all of them, in the order of the lanes.
 __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], int quad) {
@@ -96,9 +96,9 @@ __device__ __forceinline__ float normaliser(const TileParams& params, int32_t he
   }
 }
 
-// Eight rows of a head, the first of them `first_row`, and kMergeChunks chunks of their columns, by
-// a warp; row = token * G + g.
-template <DType kCache>
+// Eight rows of a head, the first of them `first_row`, and kChunks chunks of their columns, by a
+// warp; row = token * G + g. The loads of kBatch slots are in flight together.
+template <DType kCache, int kChunks, int kBatch>
 __device__ __forceinline__ void merge_rows(const FinishParams& params, int64_t head,
                                            int32_t first_row, int32_t first_chunk) {
   const PrefillPlan& plan = params.plan;
@@ -109,63 +109,79 @@ __device__ __forceinline__ void merge_rows(const FinishParams& params, int64_t h
   const bool mine = token < plan.num_tokens;
   const int64_t unit = head * plan.num_tokens + token;
   const int count = mine ? static_cast<int>(plan.leftovers[unit]) : 0;
-  const int32_t first_slot = mine ? plan.first_slot[unit] : 0;
-  const int most = __reduce_max_sync(kAllLanes, count);
-
-  // The lanes of a row have its slots by turns.
-  const float2* state = params.partials.state + (int64_t{first_slot} << params.log_group) + g;
-  float largest = -INFINITY;
-#pragma unroll 1
-  for (int first = 0; first < most; first += 16) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int slot = first + 4 * i + quad;
-      if (slot < count) largest = fmaxf(largest, state[slot << params.log_group].x);
-    }
+  uint32_t first_slot = ~0u;
+  int limit, most;  // slots that may be read
+  if (params.fixed_slots > 0) {
+    if (mine) first_slot = static_cast<uint32_t>(unit) * params.fixed_slots;
+    limit = mine ? params.fixed_slots : 0;
+    most = params.fixed_slots;
+  } else {
+    const uint32_t listed = mine ? plan.first_slot[unit] : 0;
+    if (count > 0) first_slot = listed;
+    limit = count;
+    most = __reduce_max_sync(kAllLanes, count);
   }
-  largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
-  largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
-  // No logit above -inf: -inf - (-inf) would be NaN, so weigh against 0; all weights are 0.
-  const float reference = largest == -INFINITY ? 0.0f : largest;
 
-  // Bytes from the first slot's: partial results of a round are far fewer than 4 GiB.
+  const float2* state = params.partials.state + (int64_t{first_slot} << params.log_group) + g;
+  // Bytes from the warp's first slot: its rows are of one chunk, whose slots follow each other.
   const uint32_t slot_bytes = 2 * kHeadDim << params.log_group;
+  const uint32_t warp_slot = __reduce_min_sync(kAllLanes, first_slot);
+  const uint8_t* const slots =
+      reinterpret_cast<const uint8_t*>(params.partials.out) + int64_t{warp_slot} * slot_bytes;
   const uint32_t chunk_bytes = min(group, 8) * 64;
-  const uint32_t partial = static_cast<uint32_t>(first_slot) * slot_bytes +
-                           g / 8 * (8 * 2 * kHeadDim) + first_chunk * chunk_bytes +
-                           (g % 8 * 4 + quad) * 16;
-  float total = 0.0f;
-  float sums[kMergeChunks * 8] = {};
+  const uint32_t partial = (first_slot - warp_slot) * slot_bytes + g / 8 * (8 * 2 * kHeadDim) +
+                           first_chunk * chunk_bytes + (g % 8 * 4 + quad) * 16;
+  float largest = -INFINITY, reference = 0.0f, total = 0.0f;
+  float sums[kChunks * 8] = {};
 #pragma unroll 1
-  for (int first = 0; first < most; first += kMergeBatch) {
-    uint4 bits[kMergeBatch][kMergeChunks];
+  for (int first = 0; first < most; first += kBatch) {
+    uint4 bits[kBatch][kChunks];
 #pragma unroll
-    for (int i = 0; i < kMergeBatch; ++i) {
-      if (first + i < count) {
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i < limit) {
         const uint32_t slot = partial + (first + i) * slot_bytes;
 #pragma unroll
-        for (int chunk = 0; chunk < kMergeChunks; ++chunk) {
-          bits[i][chunk] = __ldcs(
-              reinterpret_cast<const uint4*>(reinterpret_cast<const uint8_t*>(params.partials.out) +
-                                             (slot + chunk * chunk_bytes)));
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          bits[i][chunk] =
+              __ldcs(reinterpret_cast<const uint4*>(slots + (slot + chunk * chunk_bytes)));
         }
       }
     }
-    float weights[kMergeBatch / 4];
+    const float before = largest;
+    float2 states[kBatch / 4];
 #pragma unroll
-    for (int i = 0; i < kMergeBatch / 4; ++i) {
+    for (int i = 0; i < kBatch / 4; ++i) {
       const int slot = first + 4 * i + quad;
-      const float2 max_sum =
-          slot < count ? state[slot << params.log_group] : make_float2(-INFINITY, 0.0f);
-      weights[i] = exp2_fast(max_sum.x - reference);
-      total = fmaf(weights[i], max_sum.y, total);
+      states[i] = make_float2(-INFINITY, 0.0f);
+      if (slot < limit) states[i] = state[slot << params.log_group];
     }
 #pragma unroll
-    for (int i = 0; i < kMergeBatch; ++i) {
+    for (int i = 0; i < kBatch / 4; ++i) {
+      if (first + 4 * i + quad >= count) states[i] = make_float2(-INFINITY, 0.0f);
+      largest = fmaxf(largest, states[i].x);
+    }
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+    // No logit above -inf: -inf - (-inf) would be NaN, so weigh against 0; all weights are 0.
+    reference = largest == -INFINITY ? 0.0f : largest;
+    if (first > 0) {
+      const float factor = exp2_fast(before - reference);  // 0 as long as there was no logit
+      total *= factor;
+#pragma unroll
+      for (float& sum : sums) sum *= factor;
+    }
+    float weights[kBatch / 4];
+#pragma unroll
+    for (int i = 0; i < kBatch / 4; ++i) {
+      weights[i] = exp2_fast(states[i].x - reference);
+      total = fmaf(weights[i], states[i].y, total);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
       const float weight = __shfl_sync(kAllLanes, weights[i / 4], i % 4, 4);
       if (first + i >= count) continue;
 #pragma unroll
-      for (int chunk = 0; chunk < kMergeChunks; ++chunk) {
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
         const uint32_t words[4] = {bits[i][chunk].x, bits[i][chunk].y, bits[i][chunk].z,
                                    bits[i][chunk].w};
 #pragma unroll
@@ -184,7 +200,7 @@ __device__ __forceinline__ void merge_rows(const FinishParams& params, int64_t h
   __nv_bfloat16* out = static_cast<__nv_bfloat16*>(params.out.data) +
                        token * params.out.token_stride + q_head * params.out.head_stride;
 #pragma unroll
-  for (int chunk = 0; chunk < kMergeChunks; ++chunk) {
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
     uint32_t words[4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -205,11 +221,10 @@ __device__ __forceinline__ void merge_rows(const FinishParams& params, int64_t h
   }
 }
 
-template <DType kCache>
-__global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtas)
-    msa_sparse_prefill_merge_sm90_kernel(const __grid_constant__ FinishParams params) {
-  constexpr uint32_t kRows = kMergeWarps / kRowWarps * 8;
-  wait_for_previous_kernel();
+// Calls merge(head, first row, which of the warps that share it) for the units of this launch.
+template <int kSharing, typename Merge>
+__device__ __forceinline__ void for_merge_rows(const FinishParams& params, const Merge& merge) {
+  constexpr uint32_t kRows = kMergeWarps / kSharing * 8;
   const PrefillPlan& plan = params.plan;
   const auto tiles = static_cast<uint32_t>(plan.sizes.tiles);
   const auto tile_tokens = static_cast<uint32_t>(plan.sizes.tile_tokens);
@@ -225,12 +240,24 @@ __global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtas)
       },
       [&](uint32_t unit) {
         const uint32_t tile = unit / parts;
-        const uint32_t row = unit % parts * kRows + warp / kRowWarps * 8;
-        if (row < rows) {
-          merge_rows<kCache>(params, tile / tiles, tile % tiles * rows + row,
-                             warp % kRowWarps * kMergeChunks);
-        }
+        const uint32_t row = unit % parts * kRows + warp / kSharing * 8;
+        if (row < rows) merge(tile / tiles, tile % tiles * rows + row, warp % kSharing);
       });
+}
+
+template <DType kCache>
+__global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtas)
+    msa_sparse_prefill_merge_sm90_kernel(const __grid_constant__ FinishParams params) {
+  wait_for_previous_kernel();
+  if (params.fixed_slots > 0) {
+    for_merge_rows<4>(params, [&](uint32_t head, uint32_t row, uint32_t part) {
+      merge_rows<kCache, 1, 16>(params, head, row, part);
+    });
+  } else {
+    for_merge_rows<2>(params, [&](uint32_t head, uint32_t row, uint32_t part) {
+      merge_rows<kCache, 2, 8>(params, head, row, part * 2);
+    });
+  }
 }
 
 }  // namespace msa::sparse_prefill::sm90
