@@ -1,5 +1,5 @@
-// Warpgroup products m64n128k16 of bfloat16 (or float16) with float32 accumulators, on
-// 128-byte-swizzled tiles.
+// Warpgroup products m64n128k16 of bfloat16 (or float16) and m64n128k32 of e4m3 with float32
+// accumulators, on 128-byte-swizzled tiles.
 #pragma once
 
 #include <cstdint>
@@ -90,6 +90,14 @@ __device__ __forceinline__ void multiply_rs_float16(const uint32_t (&a)[4], uint
                                                     Accumulator& sum, bool add) {
   using cute::SM90::GMMA::Major;
   using Product = cute::SM90::GMMA::MMA_64x128x16_F32F16F16_RS<Major::K, Major::MN>;
+  detail::product_rs<Product>(a, b, sum, add, std::make_index_sequence<64>());
+}
+
+// sum (+)= A B^T for A [64][32] of e4m3 in registers and B [128][32] with k contiguous in shared
+// memory. The sums are not float32's: see step1_score/sm90/score_error.cuh.
+__device__ __forceinline__ void multiply_rs_e4m3(const uint32_t (&a)[4], uint64_t b,
+                                                 Accumulator& sum, bool add) {
+  using Product = cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_RS_TN<>;
   detail::product_rs<Product>(a, b, sum, add, std::make_index_sequence<64>());
 }
 

@@ -1,0 +1,250 @@
+// Step 2 of FP8 prefill on Hopper, first part: which blocks a row may select, from bounds of its
+// scores, and which of them must be scored exactly.
+//
+//   U_j = upper bound of block j's score (score_bounds_kernel.cuh), L_j its lower bound, c = how
+//   many candidates the row selects. L, a lower bound of the c-th largest score, and the (c + 1)-th
+//   largest U cut the row:
+//     U_j < L                    out
+//     L_j > (c + 1)-th largest U surely selected
+//     else                       its exact score decides: the row joins the block's list
+//   The row's scores with those exact ones put in select what all exact ones would: a bound that
+//   stays is on the right side of every exact score that could be the c-th.
+//
+// Bound by reading the bounds, and by its instructions.
+//
+// Grid      a warp a row.
+// Method    bounds as ordered integers (topk_row.cuh), lane l holds block 32 i + l:
+//   bound   the c-th largest of the lanes' best, less twice their errors: a first L
+//   compact what reaches it, by id, into a list of kRowEntries
+//   rank    against each other: the c best give L, the next the other bound
+//   search  where they are too many, an L by the c-th largest U, found bit by bit; then again. A
+//           row with too many even so is wide: all that reach L are scored.
+// Registers kValues keys a lane; kValues = 0: rows of any length, bounds read anew each pass.
+// Order     lists fill in any order, of which no result depends: a list is a set of rows.
+// Limits    c <= 32.
+#pragma once
+
+#include "step1_score/sm90/score_error.cuh"
+#include "step2_select/sm90/bounded_rows.cuh"
+
+namespace msa::select_blocks::sm90 {
+
+using index_score::sm90::lower_bound;
+using index_score::sm90::score_error;
+
+// The score that a key stands for; NaN where none does.
+__device__ __forceinline__ float score_of_key(uint32_t key) {
+  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
+
+template <int kValues>
+struct CandidateFinder {
+  static constexpr bool kResident = kValues > 0;
+
+  const BoundedRows& work;
+  const BoundedRow& row;
+  uint2* list;  // kRowEntries + 1 of key and block; the last takes what does not fit or belong
+  int lane;
+  const float* source;  // bounds of the row
+  const float4* block_factors;
+  float4 row_factors;
+  int32_t first, end, steps;  // this lane's blocks: first, first + 32, ... below end
+  uint32_t keys[kResident ? kValues : 1];
+
+  __device__ __forceinline__ CandidateFinder(const BoundedRows& work, const BoundedRow& row,
+                                             uint2* list)
+      : work(work), row(row), list(list), lane(threadIdx.x % 32) {
+    source = work.scores + row.row * work.row_blocks;
+    block_factors = work.block_factors + row.request * work.batch.max_pages;
+    row_factors = work.row_factors[row.token * work.num_heads + row.head];
+    first = row.blocks.init_end + lane;
+    end = row.blocks.local_begin;
+    steps = (end - row.blocks.init_end + 31) / 32;
+    if constexpr (kResident) {
+      float values[kValues];
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        values[i] = first + 32 * i < end ? source[first + 32 * i] : 0.0f;
+      }
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        keys[i] = first + 32 * i < end ? score_key(values[i]) : 0;
+      }
+    }
+  }
+
+  // visit(key, block) for every block of the lane, in whole warps; key 0 where there is none.
+  template <typename Visit>
+  __device__ __forceinline__ void for_each(const Visit& visit) const {
+    if constexpr (kResident) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) visit(keys[i], first + 32 * i);
+    } else {
+#pragma unroll 4
+      for (int32_t i = 0; i < steps; ++i) {
+        const int32_t block = first + 32 * i;
+        visit(block < end ? score_key(source[block]) : 0, block);
+      }
+    }
+  }
+
+  __device__ __forceinline__ float error_of(int32_t block) const {
+    return score_error(row_factors, block_factors[block]);
+  }
+
+  __device__ __forceinline__ uint32_t lower_key(uint32_t key, float error) const {
+    return key > 1 ? score_key(lower_bound(score_of_key(key), error)) : key;
+  }
+
+  // Of the lanes' best the `capacity`-th largest lower bound: a lower bound of that of the row.
+  __device__ __forceinline__ uint32_t first_bound(int32_t capacity) const {
+    uint32_t best = 0;
+    int32_t best_block = 0;
+    for_each([&](uint32_t key, int32_t block) {
+      if (key > best) best_block = block;
+      best = max(best, key);
+    });
+    if (best > 1) best = lower_key(best, error_of(best_block));
+    int32_t exceeding = 0;
+#pragma unroll
+    for (int other = 0; other < 32; ++other) {
+      exceeding += __shfl_sync(kAllLanes, best, other) > best;
+    }
+    return max(__reduce_min_sync(kAllLanes, exceeding < capacity ? best : ~0u), 1u);
+  }
+
+  // The same by the blocks with the `capacity` largest bounds.
+  __device__ __forceinline__ uint32_t better_bound(int32_t capacity) const {
+    uint32_t least = 0;  // the largest key that `capacity` keys reach
+#pragma unroll 1
+    for (uint32_t bit = 1u << 31; bit > 0; bit >>= 1) {
+      int32_t reaching = 0;
+      for_each([&](uint32_t key, int32_t) { reaching += key >= (least | bit); });
+      if (__reduce_add_sync(kAllLanes, reaching) >= capacity) least |= bit;
+    }
+    uint32_t bound = ~0u;
+    for_each([&](uint32_t key, int32_t block) {
+      if (key >= max(least, 1u)) bound = min(bound, lower_key(key, error_of(block)));
+    });
+    return max(__reduce_min_sync(kAllLanes, bound), 1u);
+  }
+
+  // Blocks that reach `least`, by id, into the list, as far as they fit. Returns how many they are.
+  __device__ __forceinline__ int32_t compact(uint32_t least) const {
+    const unsigned lower_lanes = (1u << lane) - 1;
+    int32_t place = 0;
+    for_each([&](uint32_t key, int32_t block) {
+      const bool passes = key >= least;
+      const unsigned passing = __ballot_sync(kAllLanes, passes);
+      if (passing == 0) return;
+      const int32_t mine = min(place + __popc(passing & lower_lanes), kRowEntries);
+      list[passes ? mine : kRowEntries] = {key, static_cast<uint32_t>(block)};
+      place += __popc(passing);
+    });
+    __syncwarp();
+    return place;
+  }
+
+  // The row joins the list of `block`.
+  __device__ __forceinline__ void join(const RequestLists& lists, int32_t block) const {
+    const auto list_index = static_cast<int32_t>(row.request * work.batch.max_pages + block);
+    const int32_t slot = atomicAdd(work.list_counts + int64_t{list_index} * kCounterStride, 1);
+    work.lists[lists.begin + int64_t{block} * lists.rows + slot] = static_cast<int32_t>(row.row);
+    if (slot % kItemRows == 0) {
+      work.items[atomicAdd(work.num_items, 1)] = {list_index, slot / kItemRows};
+    }
+  }
+
+  __device__ __forceinline__ void find() const {
+    const int32_t capacity = row.blocks.capacity;
+    uint32_t least = first_bound(capacity);
+    int32_t listed = compact(least);
+    if (listed > kRowEntries) {
+      least = max(least, better_bound(capacity));
+      __syncwarp();
+      listed = compact(least);
+    }
+    const RequestLists lists = request_lists(work, row.request);
+    if (listed > kRowEntries) {
+      if (lane == 0) work.num_entries[row.row] = kWideRow;
+#pragma unroll 1
+      for (int32_t other = first; other < end; other += 32) {
+        if (score_key(source[other]) >= least && error_of(other) > 0.0f) join(lists, other);
+      }
+      return;
+    }
+
+    // Two entries a lane.
+    uint32_t key[2], low[2];
+    int32_t block[2], rank[2] = {0, 0};
+    float error[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int place = lane + 32 * i;
+      const uint2 entry = place < listed ? list[place] : uint2{0, 0};
+      key[i] = entry.x;
+      block[i] = static_cast<int32_t>(entry.y);
+      error[i] = key[i] > 0 ? error_of(block[i]) : 0.0f;
+      low[i] = lower_key(key[i], error[i]);
+    }
+#pragma unroll
+    for (int other = 0; other < 32; ++other) {
+      rank[0] += __shfl_sync(kAllLanes, key[0], other) > key[0];
+    }
+    if (listed > 32) {
+#pragma unroll
+      for (int other = 0; other < 32; ++other) {
+        const uint32_t lower = __shfl_sync(kAllLanes, key[0], other);
+        const uint32_t upper = __shfl_sync(kAllLanes, key[1], other);
+        rank[0] += upper > key[0];
+        rank[1] += (lower > key[1]) + (upper > key[1]);
+      }
+    }
+    // At least `capacity` entries are at the top; more where bounds are equal, and then the next
+    // largest bound is theirs.
+    const bool top[2] = {key[0] > 0 && rank[0] < capacity, key[1] > 0 && rank[1] < capacity};
+    const int32_t num_top =
+        __popc(__ballot_sync(kAllLanes, top[0])) + __popc(__ballot_sync(kAllLanes, top[1]));
+    const uint32_t cut =
+        __reduce_min_sync(kAllLanes, min(top[0] ? low[0] : ~0u, top[1] ? low[1] : ~0u));
+    const uint32_t next =
+        num_top > capacity
+            ? __reduce_min_sync(kAllLanes, min(top[0] ? key[0] : ~0u, top[1] ? key[1] : ~0u))
+            : __reduce_max_sync(kAllLanes, max(top[0] ? 0 : key[0], top[1] ? 0 : key[1]));
+    const unsigned lower_lanes = (1u << lane) - 1;
+    int32_t place = 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const bool sure = low[i] > next;
+      const bool kept = key[i] > 0 && (sure || key[i] >= cut);
+      const unsigned keeping = __ballot_sync(kAllLanes, kept);
+      if (kept) {
+        work.entries[row.row * kRowEntries + place + __popc(keeping & lower_lanes)] =
+            static_cast<uint16_t>(block[i] | (sure ? kSureEntry : 0));
+        if (!sure && error[i] > 0.0f) join(lists, block[i]);
+      }
+      place += __popc(keeping);
+    }
+    if (lane == 0) work.num_entries[row.row] = place;
+  }
+};
+
+template <int kValues>
+__global__ void __launch_bounds__(kRowsPerCta * 32, 1)
+    msa_find_candidates_sm90_kernel(const __grid_constant__ BoundedRows work) {
+  __shared__ uint2 lists[kRowsPerCta][kRowEntries + 1];
+  const int warp = threadIdx.x / 32;
+  const int64_t number = static_cast<int64_t>(blockIdx.x) * kRowsPerCta + warp;
+  if (number >= work.num_tokens * work.num_heads) return;
+  // The kernel before this one has waited for all that came earlier, and writes bounds alone.
+  const BoundedRow row = BoundedRow::find(work, number);
+  wait_for_previous_kernel();
+  if (row.blocks.capacity <= 0) {
+    if (threadIdx.x % 32 == 0) work.num_entries[number] = 0;
+    return;
+  }
+  const CandidateFinder<kValues> finder(work, row, lists[warp]);
+  finder.find();
+}
+
+}  // namespace msa::select_blocks::sm90
