@@ -28,8 +28,11 @@
 
 #include "step1_score/sm90/score_error.cuh"
 #include "step1_score/sm90/score_tile_kernel.cuh"
+#include "step2_select/sm80/topk_row.cuh"
 
 namespace msa::index_score::sm90 {
+
+using topk_blocks::sm80::score_key;
 
 constexpr int kBoundConsumers = 4;
 constexpr int kBoundThreads = (kBoundConsumers + 1) * 128;
@@ -41,7 +44,11 @@ static_assert((kBoundConsumers * kBoundConsumerRegisters + kBoundProducerRegiste
               "setmaxnreg hands out what the CTA holds at launch");
 
 struct BoundWork {
-  ScoreWork scores;             // of them the bounds; all heads in one launch
+  ScoreWork scores;  // their bounds go elsewhere; all heads in one launch
+  // [rows][row_blocks]: as ordered integers (step2_select/sm80/topk_row.cuh); a row is
+  // (token - first_token) * num_heads + head.
+  uint32_t* bounds;
+  int64_t row_blocks;
   const float4* row_factors;    // [T * Hi]
   const float4* block_factors;  // [B * max_pages]
 };
@@ -98,7 +105,7 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
   RingPosition<kBoundStages> ring;
   uint32_t queries[kSteps][4];
   float4 row_factors{};
-  float* target = nullptr;
+  uint32_t* target = nullptr;
   int32_t end = 0, consumer_end = 0;  // the first block that the row, and no row, wants
   while (more) {
     const ScoreCursor cursor = next;
@@ -122,8 +129,7 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
       }
       const int32_t token = token_of_row(scores, row), head = row - token * scores.num_heads;
       const int64_t window_token = first_token - scores.first_token + token;
-      target = scores.scores.data + window_token * scores.scores.token_stride +
-               head * scores.scores.head_stride;
+      target = work.bounds + (window_token * scores.num_heads + head) * work.row_blocks;
       end = 0;
       if (row < rows) {
         row_factors = work.row_factors[(first_token + token) * scores.num_heads + head];
@@ -139,7 +145,7 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
     if (!more) start_next_kernel();
 
     barrier_wait(&shared.full[ring.stage], ring.phase);
-    float bound = -INFINITY;
+    uint32_t bound = score_key(-INFINITY);
     if (cursor.block < consumer_end && shared.there[ring.stage]) {
       Accumulator sums;
       wgmma_fence();
@@ -149,7 +155,8 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
                          sums, step > 0);
       }
       wgmma_commit();
-      const float4 block_factors = shared.factors[ring.stage];
+      float error = score_error(row_factors, shared.factors[ring.stage]);
+      asm volatile("" : "+f"(error));  // now, while the products are under way
       wgmma_wait<0>();
       hold(sums);
       if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
@@ -160,11 +167,11 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
       float score =
           max_or_nan(odd ? high : low, __shfl_xor_sync(kAllLanes, odd ? low : high, 1));
       score = max_or_nan(score, __shfl_xor_sync(kAllLanes, score, 2));
-      bound = upper_bound(score, score_error(row_factors, block_factors));
+      bound = score_key(upper_bound(score, error));
     } else if (lane == 0) {
       barrier_arrive(&shared.empty[ring.stage]);
     }
-    if (cursor.block < end) target[cursor.block * scores.scores.block_stride] = bound;
+    if (cursor.block < end) target[cursor.block] = bound;
     ring.advance();
   }
 }

@@ -15,15 +15,25 @@ namespace msa::select_blocks::sm90 {
 using topk_blocks::sm80::RowBlocks;
 using topk_blocks::sm80::score_key;
 
-constexpr int kRowEntries = 64;      // of a row's short list
-constexpr int kSureEntry = 0x8000;   // an entry is a block, and this where it is surely selected
-constexpr int kMostBlocks = 0x4000;  // of a table: an entry holds a block's number
-constexpr int kWideRow = -1;         // a row that has more candidates than its list holds
-constexpr int kItemRows = 256;       // rows of a work item of scoring again
-constexpr int kCounterStride = 8;    // counters apart, as atomics meet one sector at a time
-constexpr int kRowsPerCta = 4;       // a warp a row
+constexpr int kRowEntries = 64;       // of a row's short list
+constexpr int kSureEntry = 0x8000;    // an entry is a block, and this where it is surely selected
+constexpr int kMostBlocks = 0x4000;   // of a table: an entry holds a block's number
+constexpr int kLogMostRows = 17;      // of a window: a place in a list holds a row's number
+constexpr int kWideRow = 255;         // entries of a row that has more than its list holds
+constexpr int kItemRows = 256;        // rows of a work item of scoring again
+constexpr int kCounterStride = 8;     // counters apart, as atomics meet one sector at a time
+constexpr int kRowsPerCta = 4;        // a warp a row
 
-// Rows of a window of query tokens: row = (token - first_token) * num_heads + head.
+// Up to kItemRows rows of a list.
+struct alignas(16) RescoreItem {
+  int32_t begin;        // in `lists`
+  int32_t list;         // of list_counts
+  int32_t page;
+  int32_t block_chunk;  // the block, and above kMostBlocks which kItemRows of the list
+};
+
+// Rows of a window of query tokens: row = (token - first_token) * num_heads + head. Scores and
+// their bounds are ordered integers (topk_row.cuh).
 struct BoundedRows {
   RowsView index_q;
   PagedView index_k_cache;
@@ -33,17 +43,19 @@ struct BoundedRows {
   int32_t tokens_each;  // tokens_of_each(batch)
   int64_t first_token, num_tokens;
   int32_t num_heads;
-  int64_t row_blocks;           // scores of a row
-  float* scores;                // [rows][row_blocks]: bounds; of candidates later exact scores
+  int64_t row_blocks;           // bounds of a row
+  uint32_t* bounds;             // [rows][row_blocks]; of candidates of wide rows exact scores
   const float4* row_factors;    // [T * Hi]
   const float4* block_factors;  // [B * max_pages]
   uint16_t* entries;            // [rows][kRowEntries]: what may be selected, by block
-  int32_t* num_entries;         // [rows], or kWideRow
+  uint32_t* exact;              // [rows][kRowEntries]: scores of entries that are not sure
+  int32_t* row_words;           // [rows]: visible blocks * 256 + number of entries, or kWideRow
   // Rows that want a block's exact score: [request][block][rows of the request in the window],
-  // and of each such list how many it holds.
+  // and how many each such list holds. Bit 31: of a wide row; below, the place of its entry; in
+  // the lowest kLogMostRows bits the row.
   int32_t* lists;
   int32_t* list_counts;  // [B * max_pages], kCounterStride apart
-  int2* items;           // a list, and which kItemRows of it
+  RescoreItem* items;
   int32_t* num_items;
 };
 

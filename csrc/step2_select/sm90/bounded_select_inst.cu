@@ -49,11 +49,12 @@ Parts lay_out(const SelectBlocksParams& params, int64_t window_tokens, int64_t r
   Parts parts{};
   BoundedRows& rows = parts.rows;
   rows.row_blocks = row_blocks;
-  rows.scores = workspace.take<float>(num_rows * row_blocks);
+  rows.bounds = workspace.take<uint32_t>(num_rows * row_blocks);
   rows.lists = workspace.take<int32_t>(num_rows * row_blocks);
-  rows.items = workspace.take<int2>(num_rows * row_blocks / kItemRows + entries);
+  rows.items = workspace.take<RescoreItem>(num_rows * row_blocks / kItemRows + entries);
   rows.entries = workspace.take<uint16_t>(num_rows * kRowEntries);
-  rows.num_entries = workspace.take<int32_t>(num_rows);
+  rows.exact = workspace.take<uint32_t>(num_rows * kRowEntries);
+  rows.row_words = workspace.take<int32_t>(num_rows);
   parts.row_factors = workspace.take<float4>(params.batch.num_tokens * heads);
   parts.block_factors = workspace.take<float4>(entries);
   parts.num_counters = (entries + 1) * kCounterStride;
@@ -137,7 +138,8 @@ void run_bounded(const SelectBlocksParams& params, int64_t window_tokens, int64_
   work.index_q = params.index_q;
   work.index_k_cache = params.index_k_cache;
   work.batch = params.batch;
-  work.scores = {parts.rows.scores, heads, row_blocks, row_blocks, heads * row_blocks, 1};
+  bounds.bounds = parts.rows.bounds;
+  bounds.row_blocks = row_blocks;
   work.set_heads(static_cast<int32_t>(heads));
   work.cut.max_blocks = index_score::capped_blocks(params.batch);
   work.cut.log_tile = index_score::log_tile_tokens(score::kTileRows, heads);

@@ -16,7 +16,7 @@
 // Method    bounds as ordered integers (topk_row.cuh), lane l holds block 32 i + l:
 //   bound   the c-th largest of the lanes' best, less twice their errors: a first L
 //   compact what reaches it, by id, into a list of kRowEntries
-//   rank    against each other: the c best give L, the next the other bound
+//   cut     between the c-th and the next of them, found by halving
 //   search  where they are too many, an L by the c-th largest U, found bit by bit; then again. A
 //           row with too many even so is wide: all that reach L are scored.
 // Registers kValues keys a lane; kValues = 0: rows of any length, bounds read anew each pass.
@@ -45,7 +45,7 @@ struct CandidateFinder {
   const BoundedRow& row;
   uint2* list;  // kRowEntries + 1 of key and block; the last takes what does not fit or belong
   int lane;
-  const float* source;  // bounds of the row
+  const uint32_t* source;  // bounds of the row
   const float4* block_factors;
   float4 row_factors;
   int32_t first, end, steps;  // this lane's blocks: first, first + 32, ... below end
@@ -54,21 +54,16 @@ struct CandidateFinder {
   __device__ __forceinline__ CandidateFinder(const BoundedRows& work, const BoundedRow& row,
                                              uint2* list)
       : work(work), row(row), list(list), lane(threadIdx.x % 32) {
-    source = work.scores + row.row * work.row_blocks;
+    source = work.bounds + row.row * work.row_blocks;
     block_factors = work.block_factors + row.request * work.batch.max_pages;
     row_factors = work.row_factors[row.token * work.num_heads + row.head];
     first = row.blocks.init_end + lane;
     end = row.blocks.local_begin;
     steps = (end - row.blocks.init_end + 31) / 32;
     if constexpr (kResident) {
-      float values[kValues];
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
-        values[i] = first + 32 * i < end ? source[first + 32 * i] : 0.0f;
-      }
-#pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        keys[i] = first + 32 * i < end ? score_key(values[i]) : 0;
+        keys[i] = first + 32 * i < end ? source[first + 32 * i] : 0;
       }
     }
   }
@@ -83,7 +78,7 @@ struct CandidateFinder {
 #pragma unroll 4
       for (int32_t i = 0; i < steps; ++i) {
         const int32_t block = first + 32 * i;
-        visit(block < end ? score_key(source[block]) : 0, block);
+        visit(block < end ? source[block] : 0, block);
       }
     }
   }
@@ -122,10 +117,13 @@ struct CandidateFinder {
       for_each([&](uint32_t key, int32_t) { reaching += key >= (least | bit); });
       if (__reduce_add_sync(kAllLanes, reaching) >= capacity) least |= bit;
     }
+    least = max(least, 1u);
     uint32_t bound = ~0u;
-    for_each([&](uint32_t key, int32_t block) {
-      if (key >= max(least, 1u)) bound = min(bound, lower_key(key, error_of(block)));
-    });
+#pragma unroll 1
+    for (int32_t block = first; block < end; block += 32) {
+      const uint32_t key = source[block];
+      if (key >= least) bound = min(bound, lower_key(key, error_of(block)));
+    }
     return max(__reduce_min_sync(kAllLanes, bound), 1u);
   }
 
@@ -145,18 +143,28 @@ struct CandidateFinder {
     return place;
   }
 
-  // The row joins the list of `block`.
-  __device__ __forceinline__ void join(const RequestLists& lists, int32_t block) const {
-    const auto list_index = static_cast<int32_t>(row.request * work.batch.max_pages + block);
-    const int32_t slot = atomicAdd(work.list_counts + int64_t{list_index} * kCounterStride, 1);
-    work.lists[lists.begin + int64_t{block} * lists.rows + slot] = static_cast<int32_t>(row.row);
+  // The row joins the list of `block`; `place`: of its entry.
+  __device__ __forceinline__ void join(const RequestLists& lists, int32_t block,
+                                       uint32_t place) const {
+    const auto list = static_cast<int32_t>(row.request * work.batch.max_pages + block);
+    const int32_t slot = atomicAdd(work.list_counts + int64_t{list} * kCounterStride, 1);
+    const auto begin = static_cast<int32_t>(lists.begin + int64_t{block} * lists.rows);
+    work.lists[begin + slot] =
+        static_cast<int32_t>(static_cast<uint32_t>(row.row) | place << kLogMostRows);
     if (slot % kItemRows == 0) {
-      work.items[atomicAdd(work.num_items, 1)] = {list_index, slot / kItemRows};
+      work.items[atomicAdd(work.num_items, 1)] = {
+          begin + slot, list, page_of(work.batch, row.request, block),
+          block + slot / kItemRows * kMostBlocks};
     }
+  }
+
+  __device__ __forceinline__ void leave_word(int32_t entries) const {
+    if (lane == 0) work.row_words[row.row] = row.blocks.visible * 256 + entries;
   }
 
   __device__ __forceinline__ void find() const {
     const int32_t capacity = row.blocks.capacity;
+    const RequestLists lists = request_lists(work, row.request);
     uint32_t least = first_bound(capacity);
     int32_t listed = compact(least);
     if (listed > kRowEntries) {
@@ -164,19 +172,20 @@ struct CandidateFinder {
       __syncwarp();
       listed = compact(least);
     }
-    const RequestLists lists = request_lists(work, row.request);
     if (listed > kRowEntries) {
-      if (lane == 0) work.num_entries[row.row] = kWideRow;
+      leave_word(kWideRow);
 #pragma unroll 1
-      for (int32_t other = first; other < end; other += 32) {
-        if (score_key(source[other]) >= least && error_of(other) > 0.0f) join(lists, other);
+      for (int32_t block = first; block < end; block += 32) {
+        if (source[block] >= least && error_of(block) > 0.0f) {
+          join(lists, block, 1u << (31 - kLogMostRows));
+        }
       }
       return;
     }
 
     // Two entries a lane.
     uint32_t key[2], low[2];
-    int32_t block[2], rank[2] = {0, 0};
+    int32_t block[2];
     float error[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -187,30 +196,26 @@ struct CandidateFinder {
       error[i] = key[i] > 0 ? error_of(block[i]) : 0.0f;
       low[i] = lower_key(key[i], error[i]);
     }
-#pragma unroll
-    for (int other = 0; other < 32; ++other) {
-      rank[0] += __shfl_sync(kAllLanes, key[0], other) > key[0];
-    }
-    if (listed > 32) {
-#pragma unroll
-      for (int other = 0; other < 32; ++other) {
-        const uint32_t lower = __shfl_sync(kAllLanes, key[0], other);
-        const uint32_t upper = __shfl_sync(kAllLanes, key[1], other);
-        rank[0] += upper > key[0];
-        rank[1] += (lower > key[1]) + (upper > key[1]);
+    // At least `capacity` entries reach `begin`, fewer `end`. Near enough ends it: a cut that is
+    // not the best makes candidates, not errors.
+    uint32_t begin = least, end = __reduce_max_sync(kAllLanes, max(key[0], key[1])) + 1;
+    int32_t reaching = listed;
+    while (reaching > capacity && end - begin > 1024) {
+      const uint32_t middle = begin + (end - begin) / 2;
+      const int32_t count = __popc(__ballot_sync(kAllLanes, key[0] >= middle)) +
+                            __popc(__ballot_sync(kAllLanes, key[1] >= middle));
+      if (count >= capacity) {
+        begin = middle;
+        reaching = count;
+      } else {
+        end = middle;
       }
     }
-    // At least `capacity` entries are at the top; more where bounds are equal, and then the next
-    // largest bound is theirs.
-    const bool top[2] = {key[0] > 0 && rank[0] < capacity, key[1] > 0 && rank[1] < capacity};
-    const int32_t num_top =
-        __popc(__ballot_sync(kAllLanes, top[0])) + __popc(__ballot_sync(kAllLanes, top[1]));
-    const uint32_t cut =
-        __reduce_min_sync(kAllLanes, min(top[0] ? low[0] : ~0u, top[1] ? low[1] : ~0u));
-    const uint32_t next =
-        num_top > capacity
-            ? __reduce_min_sync(kAllLanes, min(top[0] ? key[0] : ~0u, top[1] ? key[1] : ~0u))
-            : __reduce_max_sync(kAllLanes, max(top[0] ? 0 : key[0], top[1] ? 0 : key[1]));
+    if (reaching == capacity) end = begin;
+    const uint32_t cut = __reduce_min_sync(
+        kAllLanes, min(key[0] >= begin ? low[0] : ~0u, key[1] >= begin ? low[1] : ~0u));
+    const uint32_t next = __reduce_max_sync(
+        kAllLanes, max(key[0] < end ? key[0] : 0u, key[1] < end ? key[1] : 0u));
     const unsigned lower_lanes = (1u << lane) - 1;
     int32_t place = 0;
 #pragma unroll
@@ -219,18 +224,25 @@ struct CandidateFinder {
       const bool kept = key[i] > 0 && (sure || key[i] >= cut);
       const unsigned keeping = __ballot_sync(kAllLanes, kept);
       if (kept) {
-        work.entries[row.row * kRowEntries + place + __popc(keeping & lower_lanes)] =
-            static_cast<uint16_t>(block[i] | (sure ? kSureEntry : 0));
-        if (!sure && error[i] > 0.0f) join(lists, block[i]);
+        const int mine = place + __popc(keeping & lower_lanes);
+        const int64_t entry = row.row * kRowEntries + mine;
+        work.entries[entry] = static_cast<uint16_t>(block[i] | (sure ? kSureEntry : 0));
+        if (!sure) {
+          if (error[i] > 0.0f) {
+            join(lists, block[i], mine);
+          } else {
+            work.exact[entry] = key[i];
+          }
+        }
       }
       place += __popc(keeping);
     }
-    if (lane == 0) work.num_entries[row.row] = place;
+    leave_word(place);
   }
 };
 
 template <int kValues>
-__global__ void __launch_bounds__(kRowsPerCta * 32, 1)
+__global__ void __launch_bounds__(kRowsPerCta * 32, kValues == 32 ? 5 : 8)
     msa_find_candidates_sm90_kernel(const __grid_constant__ BoundedRows work) {
   __shared__ uint2 lists[kRowsPerCta][kRowEntries + 1];
   const int warp = threadIdx.x / 32;
@@ -240,7 +252,7 @@ __global__ void __launch_bounds__(kRowsPerCta * 32, 1)
   const BoundedRow row = BoundedRow::find(work, number);
   wait_for_previous_kernel();
   if (row.blocks.capacity <= 0) {
-    if (threadIdx.x % 32 == 0) work.num_entries[number] = 0;
+    if (threadIdx.x % 32 == 0) work.row_words[number] = row.blocks.visible * 256;
     return;
   }
   const CandidateFinder<kValues> finder(work, row, lists[warp]);

@@ -9,10 +9,11 @@
 // (step1_score/sm90/score_tile_kernel.cuh).
 //
 // Grid      persistent, two CTAs an SM; a work item is up to kItemRows rows of one block's list.
-// Roles     two warpgroups alike: they load and convert together, then multiply 128 rows each.
+// Roles     two warpgroups alike: they load and convert together, then multiply 128 rows each,
+//           while the places of the next item are on their way.
 // Shared    q    [half of d][256 rows][64 d]   65,536   128-byte swizzle
 //           k    [half of d][128 keys][64 d]   32,768   the same
-//           rows [256]                          1,024
+//           places of the list                  1,024
 // Barriers  __syncthreads: rows and keys are there; they have been read.
 // Order     a row's score does not depend on where in a list it stands.
 #pragma once
@@ -27,7 +28,7 @@ constexpr int kRescoreThreads = 256;
 struct RescoreSharedStorage {
   alignas(1024) uint8_t q[2][kItemRows][index_score::sm90::kHalfBytes];
   alignas(1024) uint8_t k[2][kBlock][index_score::sm90::kHalfBytes];
-  int32_t rows[kItemRows];
+  int32_t places[kItemRows];
 };
 static_assert(sizeof(RescoreSharedStorage) <= 113 * 1024, "two CTAs an SM");
 
@@ -53,41 +54,46 @@ __global__ void __launch_bounds__(kRescoreThreads, 2)
   const int warpgroup = __shfl_sync(kAllLanes, thread / 128, 0);
   const uint64_t q_base = make_descriptor(shared_address(shared.q[0][warpgroup * 128]), 16, 1024);
   const uint64_t k_base = make_descriptor(shared_address(shared.k[0]), 16, 1024);
+  constexpr int kKeys = kBlock / kTogether, kQueries = kItemRows / kTogether;  // of a thread
+  // The item's rows come with it: places of a list past its end hold anything.
+  const auto load_places = [&](const RescoreItem& item, int32_t& rows, int32_t (&places)[kQueries]) {
+    rows = work.list_counts[int64_t{item.list} * kCounterStride] -
+           item.block_chunk / kMostBlocks * kItemRows;
+#pragma unroll
+    for (int j = 0; j < kQueries; ++j) {
+      places[j] = work.lists[item.begin + thread / kChunks + j * kTogether];
+    }
+  };
   wait_for_previous_kernel();
   const int32_t num_items = *work.num_items;
-  const auto max_pages = static_cast<int32_t>(work.batch.max_pages);
-
+  RescoreItem item{}, next{};
+  int32_t rows = 0, places[kQueries];
+  if (static_cast<int32_t>(blockIdx.x) < num_items) {
+    item = work.items[blockIdx.x];
+    load_places(item, rows, places);
+  }
 #pragma unroll 1
   for (int32_t i = blockIdx.x; i < num_items; i += gridDim.x) {
-    const int2 item = work.items[i];
-    const int32_t request = item.x / max_pages, block = item.x - request * max_pages;
-    const int32_t first = item.y * kItemRows;
-    const int32_t rows =
-        min(work.list_counts[int64_t{item.x} * kCounterStride] - first, kItemRows);
-    const RequestLists lists = request_lists(work, request);
-    const int32_t* list = work.lists + lists.begin + int64_t{block} * lists.rows + first;
+    const bool more = i + static_cast<int32_t>(gridDim.x) < num_items;
+    if (more) next = work.items[i + gridDim.x];
+    const int32_t block = item.block_chunk % kMostBlocks;
+    const int32_t item_rows = min(rows, kItemRows);
     // Its page is there: its factors are not 0.
     const uint8_t* page = static_cast<const uint8_t*>(work.index_k_cache.data) +
-                          page_of(work.batch, request, block) * work.index_k_cache.page_stride;
-    uint4 keys[kBlock / kTogether], queries[kItemRows / kTogether];
-    int32_t numbers[kItemRows / kTogether];
+                          item.page * work.index_k_cache.page_stride;
+    uint4 keys[kKeys], queries[kQueries];
 #pragma unroll
-    for (int j = 0; j < kItemRows / kTogether; ++j) {
-      const int row = thread / kChunks + j * kTogether;
-      numbers[j] = row < rows ? list[row] : -1;
-    }
-#pragma unroll
-    for (int j = 0; j < kBlock / kTogether; ++j) {
+    for (int j = 0; j < kKeys; ++j) {
       const int key = thread / kChunks + j * kTogether;
       keys[j] = *reinterpret_cast<const uint4*>(
           page + key * work.index_k_cache.token_stride + chunk * 16);
     }
 #pragma unroll
-    for (int j = 0; j < kItemRows / kTogether; ++j) {
+    for (int j = 0; j < kQueries; ++j) {
       queries[j] = {0, 0, 0, 0};
-      if (numbers[j] >= 0) {
-        const uint32_t token = static_cast<uint32_t>(numbers[j]) / work.num_heads;
-        const uint32_t head = numbers[j] - token * work.num_heads;
+      if (thread / kChunks + j * kTogether < item_rows) {
+        const uint32_t row = places[j] & ((1u << kLogMostRows) - 1);
+        const uint32_t token = row / work.num_heads, head = row - token * work.num_heads;
         queries[j] = *reinterpret_cast<const uint4*>(
             static_cast<const uint8_t*>(work.index_q.data) +
             (work.first_token + token) * work.index_q.token_stride +
@@ -96,21 +102,22 @@ __global__ void __launch_bounds__(kRescoreThreads, 2)
     }
     __syncthreads();  // what the item before left has been read
 #pragma unroll
-    for (int j = 0; j < kBlock / kTogether; ++j) {
+    for (int j = 0; j < kKeys; ++j) {
       store_halves(shared.k, thread / kChunks + j * kTogether, chunk, keys[j]);
     }
 #pragma unroll
-    for (int j = 0; j < kItemRows / kTogether; ++j) {
+    for (int j = 0; j < kQueries; ++j) {
       const int row = thread / kChunks + j * kTogether;
       store_halves(shared.q, row, chunk, queries[j]);
-      if (chunk == 0) shared.rows[row] = numbers[j];
+      if (chunk == 0) shared.places[row] = places[j];
     }
     fence_async_proxy();
     __syncthreads();
+    if (more) load_places(next, rows, places);
 #pragma unroll 1
     for (int tile = 0; tile < 2; ++tile) {
       const int first_row = warpgroup * 128 + tile * 64;
-      if (first_row >= rows) break;
+      if (first_row >= item_rows) break;
       Accumulator sums;
       wgmma_fence();
 #pragma unroll
@@ -129,10 +136,17 @@ __global__ void __launch_bounds__(kRescoreThreads, 2)
       const bool odd = lane & 1;
       float score = max_or_nan(odd ? high : low, __shfl_xor_sync(kAllLanes, odd ? low : high, 1));
       score = max_or_nan(score, __shfl_xor_sync(kAllLanes, score, 2));
-      const int number =
-          shared.rows[first_row + thread / 32 % 4 * 16 + (odd ? 8 : 0) + lane / 4];
-      if (!(lane & 2) && number >= 0) work.scores[number * work.row_blocks + block] = score;
+      const int row = first_row + thread / 32 % 4 * 16 + (odd ? 8 : 0) + lane / 4;
+      if (!(lane & 2) && row < item_rows) {
+        const auto place = static_cast<uint32_t>(shared.places[row]);
+        const int64_t number = place & ((1u << kLogMostRows) - 1);
+        uint32_t* const target = place >> 31 ? work.bounds + number * work.row_blocks + block
+                                             : work.exact + number * kRowEntries +
+                                                   (place >> kLogMostRows);
+        *target = score_key(score);
+      }
     }
+    item = next;
   }
 }
 
