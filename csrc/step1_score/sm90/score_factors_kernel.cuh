@@ -8,7 +8,8 @@
 // Grid      a CTA 128 vectors: first the blocks of the table, then the query rows.
 // Work      four lanes a vector, a quarter each: what one step of the products multiplies.
 // Shared    factors of a block, one of each warp.
-// Also      sets the counters of the kernels that follow to zero.
+// Also      sets the counters of the kernels that follow to zero, and finds for them where each
+//           token stands.
 // A NaN counts as 0: its score is NaN, whatever the bound. A block that is not there, or that no
 // token sees fully, has factors of 0.
 #pragma once
@@ -30,6 +31,7 @@ struct FactorParams {
   int32_t num_heads;
   float4* row_factors;    // [T * Hi]
   float4* block_factors;  // [B * max_pages]
+  int2* token_words;      // [T]: request, visible blocks; -1, 0 of a padding row
   int32_t* counters;
   int64_t num_counters;
 };
@@ -84,6 +86,13 @@ __global__ void __launch_bounds__(kFactorThreads)
   if (blockIdx.x >= num_blocks) {
     const int64_t first = (blockIdx.x - num_blocks) * 128 + warp * 32 + lane / 4;
     const int64_t rows = batch.num_tokens * params.num_heads;
+    const int64_t own = (blockIdx.x - num_blocks) * 128 + thread;
+    if (own < batch.num_tokens) {
+      const TokenPosition position = find_position(batch, static_cast<int32_t>(own));
+      params.token_words[own] = {
+          position.request,
+          position.request < 0 ? 0 : visible_blocks(batch, position.pos)};
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int64_t row = min(first + 8 * i, rows - 1);

@@ -40,11 +40,11 @@ struct BoundedRows {
   BatchView batch;
   SelectRule rule;
   IdsView ids;
-  int32_t tokens_each;  // tokens_of_each(batch)
   int64_t first_token, num_tokens;
   int32_t num_heads;
   int64_t row_blocks;           // bounds of a row
   uint32_t* bounds;             // [rows][row_blocks]; of candidates of wide rows exact scores
+  const int2* token_words;      // [T]: request, visible blocks
   const float4* row_factors;    // [T * Hi]
   const float4* block_factors;  // [B * max_pages]
   uint16_t* entries;            // [rows][kRowEntries]: what may be selected, by block
@@ -72,22 +72,5 @@ __device__ __forceinline__ RequestLists request_lists(const BoundedRows& work, i
   return {(first - work.first_token) * work.num_heads * work.row_blocks,
           static_cast<int32_t>(end - first) * work.num_heads};
 }
-
-// Of a warp: its row, and what the rule says of it.
-struct BoundedRow {
-  int64_t row, token;
-  int32_t head, request;
-  RowBlocks blocks;
-
-  static __device__ __forceinline__ BoundedRow find(const BoundedRows& work, int64_t row) {
-    const int64_t token = work.first_token + static_cast<uint32_t>(row) / work.num_heads;
-    const auto head = static_cast<int32_t>(static_cast<uint32_t>(row) % work.num_heads);
-    const TokenPosition position =
-        find_position_by_warp(work.batch, static_cast<int32_t>(token), work.tokens_each);
-    const int32_t visible =
-        position.request < 0 ? 0 : visible_blocks(work.batch, position.pos);
-    return {row, token, head, position.request, RowBlocks(work.rule, visible)};
-  }
-};
 
 }  // namespace msa::select_blocks::sm90

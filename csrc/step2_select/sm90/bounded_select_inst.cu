@@ -17,7 +17,7 @@ namespace {
 namespace score = index_score::sm90;
 
 constexpr int64_t kLeastScores = int64_t{2} << 20;  // from here on it pays, measured
-constexpr int64_t kLeastBlocks = 128;
+constexpr int64_t kLeastBlocks = 256;
 constexpr int64_t kMostTopk = 20;  // bounds of lanes' best say little of a row's 31st
 constexpr int64_t kMostTableEntries = int64_t{1} << 17;
 constexpr int32_t kTileCost = 4;  // loading the queries, in pages of 1024 clocks
@@ -38,6 +38,7 @@ struct Workspace {
 struct Parts {
   BoundedRows rows;
   float4 *row_factors, *block_factors;
+  int2* token_words;
   int32_t* counters;  // num_items, then list_counts
   int64_t num_counters;
 };
@@ -57,10 +58,12 @@ Parts lay_out(const SelectBlocksParams& params, int64_t window_tokens, int64_t r
   rows.row_words = workspace.take<int32_t>(num_rows);
   parts.row_factors = workspace.take<float4>(params.batch.num_tokens * heads);
   parts.block_factors = workspace.take<float4>(entries);
+  parts.token_words = workspace.take<int2>(params.batch.num_tokens);
   parts.num_counters = (entries + 1) * kCounterStride;
   parts.counters = workspace.take<int32_t>(parts.num_counters);
   rows.row_factors = parts.row_factors;
   rows.block_factors = parts.block_factors;
+  rows.token_words = parts.token_words;
   rows.num_items = parts.counters;
   rows.list_counts = parts.counters + kCounterStride;
   return parts;
@@ -113,6 +116,7 @@ void run_bounded(const SelectBlocksParams& params, int64_t window_tokens, int64_
   factors.num_heads = static_cast<int32_t>(heads);
   factors.row_factors = parts.row_factors;
   factors.block_factors = parts.block_factors;
+  factors.token_words = parts.token_words;
   factors.counters = parts.counters;
   factors.num_counters = parts.num_counters;
   launch_dependent(context.op, "the launch of msa_score_factors_sm90_kernel",
@@ -151,7 +155,6 @@ void run_bounded(const SelectBlocksParams& params, int64_t window_tokens, int64_
   rows.batch = params.batch;
   rows.rule = params.rule;
   rows.ids = params.ids;
-  rows.tokens_each = tokens_of_each(params.batch);
   rows.num_heads = static_cast<int32_t>(heads);
   for (int64_t begin = 0; begin < num_tokens; begin += window_tokens) {
     const int64_t end = std::min(begin + window_tokens, num_tokens);

@@ -42,8 +42,10 @@ struct CandidateFinder {
   static constexpr bool kResident = kValues > 0;
 
   const BoundedRows& work;
-  const BoundedRow& row;
-  uint2* list;  // kRowEntries + 1 of key and block; the last takes what does not fit or belong
+  int64_t row;
+  int32_t request;
+  const RowBlocks& blocks;
+  uint2* list;  // kRowEntries of key and block
   int lane;
   const uint32_t* source;  // bounds of the row
   const float4* block_factors;
@@ -51,15 +53,20 @@ struct CandidateFinder {
   int32_t first, end, steps;  // this lane's blocks: first, first + 32, ... below end
   uint32_t keys[kResident ? kValues : 1];
 
-  __device__ __forceinline__ CandidateFinder(const BoundedRows& work, const BoundedRow& row,
-                                             uint2* list)
-      : work(work), row(row), list(list), lane(threadIdx.x % 32) {
-    source = work.bounds + row.row * work.row_blocks;
-    block_factors = work.block_factors + row.request * work.batch.max_pages;
-    row_factors = work.row_factors[row.token * work.num_heads + row.head];
-    first = row.blocks.init_end + lane;
-    end = row.blocks.local_begin;
-    steps = (end - row.blocks.init_end + 31) / 32;
+  __device__ __forceinline__ CandidateFinder(const BoundedRows& work, int64_t row,
+                                             int32_t request, const RowBlocks& blocks, uint2* list)
+      : work(work),
+        row(row),
+        request(request),
+        blocks(blocks),
+        list(list),
+        lane(threadIdx.x % 32) {
+    source = work.bounds + row * work.row_blocks;
+    block_factors = work.block_factors + request * work.batch.max_pages;
+    row_factors = work.row_factors[work.first_token * work.num_heads + row];
+    first = blocks.init_end + lane;
+    end = blocks.local_begin;
+    steps = (end - blocks.init_end + 31) / 32;
     if constexpr (kResident) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
@@ -134,9 +141,8 @@ struct CandidateFinder {
     for_each([&](uint32_t key, int32_t block) {
       const bool passes = key >= least;
       const unsigned passing = __ballot_sync(kAllLanes, passes);
-      if (passing == 0) return;
-      const int32_t mine = min(place + __popc(passing & lower_lanes), kRowEntries);
-      list[passes ? mine : kRowEntries] = {key, static_cast<uint32_t>(block)};
+      const int32_t mine = place + __popc(passing & lower_lanes);
+      if (passes && mine < kRowEntries) list[mine] = {key, static_cast<uint32_t>(block)};
       place += __popc(passing);
     });
     __syncwarp();
@@ -146,25 +152,25 @@ struct CandidateFinder {
   // The row joins the list of `block`; `place`: of its entry.
   __device__ __forceinline__ void join(const RequestLists& lists, int32_t block,
                                        uint32_t place) const {
-    const auto list = static_cast<int32_t>(row.request * work.batch.max_pages + block);
+    const auto list = static_cast<int32_t>(request * work.batch.max_pages + block);
     const int32_t slot = atomicAdd(work.list_counts + int64_t{list} * kCounterStride, 1);
     const auto begin = static_cast<int32_t>(lists.begin + int64_t{block} * lists.rows);
     work.lists[begin + slot] =
-        static_cast<int32_t>(static_cast<uint32_t>(row.row) | place << kLogMostRows);
+        static_cast<int32_t>(static_cast<uint32_t>(row) | place << kLogMostRows);
     if (slot % kItemRows == 0) {
       work.items[atomicAdd(work.num_items, 1)] = {
-          begin + slot, list, page_of(work.batch, row.request, block),
+          begin + slot, list, page_of(work.batch, request, block),
           block + slot / kItemRows * kMostBlocks};
     }
   }
 
   __device__ __forceinline__ void leave_word(int32_t entries) const {
-    if (lane == 0) work.row_words[row.row] = row.blocks.visible * 256 + entries;
+    if (lane == 0) work.row_words[row] = blocks.visible * 256 + entries;
   }
 
   __device__ __forceinline__ void find() const {
-    const int32_t capacity = row.blocks.capacity;
-    const RequestLists lists = request_lists(work, row.request);
+    const int32_t capacity = blocks.capacity;
+    const RequestLists lists = request_lists(work, request);
     uint32_t least = first_bound(capacity);
     int32_t listed = compact(least);
     if (listed > kRowEntries) {
@@ -225,7 +231,7 @@ struct CandidateFinder {
       const unsigned keeping = __ballot_sync(kAllLanes, kept);
       if (kept) {
         const int mine = place + __popc(keeping & lower_lanes);
-        const int64_t entry = row.row * kRowEntries + mine;
+        const int64_t entry = row * kRowEntries + mine;
         work.entries[entry] = static_cast<uint16_t>(block[i] | (sure ? kSureEntry : 0));
         if (!sure) {
           if (error[i] > 0.0f) {
@@ -244,18 +250,21 @@ struct CandidateFinder {
 template <int kValues>
 __global__ void __launch_bounds__(kRowsPerCta * 32, kValues == 32 ? 5 : 8)
     msa_find_candidates_sm90_kernel(const __grid_constant__ BoundedRows work) {
-  __shared__ uint2 lists[kRowsPerCta][kRowEntries + 1];
+  __shared__ uint2 lists[kRowsPerCta][kRowEntries];
   const int warp = threadIdx.x / 32;
-  const int64_t number = static_cast<int64_t>(blockIdx.x) * kRowsPerCta + warp;
-  if (number >= work.num_tokens * work.num_heads) return;
-  // The kernel before this one has waited for all that came earlier, and writes bounds alone.
-  const BoundedRow row = BoundedRow::find(work, number);
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerCta + warp;
+  if (row >= work.num_tokens * work.num_heads) return;
+  // The kernel before this one has waited for the one that wrote the words, and writes bounds.
+  const int2 word =
+      work.token_words[work.first_token + static_cast<uint32_t>(row) / work.num_heads];
+  const RowBlocks blocks(work.rule, word.y);
   wait_for_previous_kernel();
-  if (row.blocks.capacity <= 0) {
-    if (threadIdx.x % 32 == 0) work.row_words[number] = row.blocks.visible * 256;
+  start_next_kernel();
+  if (blocks.capacity <= 0) {
+    if (threadIdx.x % 32 == 0) work.row_words[row] = blocks.visible * 256;
     return;
   }
-  const CandidateFinder<kValues> finder(work, row, lists[warp]);
+  const CandidateFinder<kValues> finder(work, row, word.x, blocks, lists[warp]);
   finder.find();
 }
 

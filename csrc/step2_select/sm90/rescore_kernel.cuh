@@ -32,16 +32,20 @@ struct RescoreSharedStorage {
 };
 static_assert(sizeof(RescoreSharedStorage) <= 113 * 1024, "two CTAs an SM");
 
-// Chunk `chunk` of a row of e4m3, as float16 in the layout of the products.
+// Chunk `chunk` of a row of e4m3, as float16 in the layout of the products. Both stores of a warp
+// meet every bank evenly: the threads of either half begin with another chunk.
 template <int kRows>
 __device__ __forceinline__ void store_halves(uint8_t (&target)[2][kRows][128], int row, int chunk,
                                              const uint4& bits) {
   using index_score::sm90::swizzled;
   uint4 halves[2];
   index_score::sm90::to_half(bits, halves);
-  uint8_t* const place = target[chunk / 4][row];
-  *reinterpret_cast<uint4*>(place + swizzled(row, chunk % 4 * 2)) = halves[0];
-  *reinterpret_cast<uint4*>(place + swizzled(row, chunk % 4 * 2 + 1)) = halves[1];
+  const int half = chunk / 4;
+  uint8_t* const place = target[half][row];
+  *reinterpret_cast<uint4*>(place + swizzled(row, chunk % 4 * 2 + half)) =
+      half ? halves[1] : halves[0];
+  *reinterpret_cast<uint4*>(place + swizzled(row, chunk % 4 * 2 + 1 - half)) =
+      half ? halves[0] : halves[1];
 }
 
 __global__ void __launch_bounds__(kRescoreThreads, 2)
@@ -65,6 +69,7 @@ __global__ void __launch_bounds__(kRescoreThreads, 2)
     }
   };
   wait_for_previous_kernel();
+  start_next_kernel();
   const int32_t num_items = *work.num_items;
   RescoreItem item{}, next{};
   int32_t rows = 0, places[kQueries];

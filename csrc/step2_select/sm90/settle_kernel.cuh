@@ -44,31 +44,29 @@ struct RowSettler {
   __device__ __forceinline__ void settle_list(int32_t listed, const int32_t (&entries)[2],
                                               const uint32_t (&exact)[2]) {
     uint32_t key[2];
-    int32_t rank[2] = {0, 0};
+    int32_t rank[2];
     bool sure[2];
-    unsigned open[2];
     int32_t left = blocks.capacity;
+    const unsigned lower_lanes = (1u << lane) - 1;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const bool is_there = lane + 32 * i < listed;
       sure[i] = is_there && (entries[i] & kSureEntry);
       key[i] = is_there && !sure[i] ? exact[i] : 0;
-      open[i] = __ballot_sync(kAllLanes, is_there && !sure[i]);
       left -= __popc(__ballot_sync(kAllLanes, sure[i]));
+      rank[i] = __popc(__match_any_sync(kAllLanes, key[i]) & lower_lanes);
     }
-#pragma unroll 1
-    for (unsigned others = open[0]; others; others &= others - 1) {
-      const int other = __ffs(others) - 1;
-      const uint32_t theirs = __shfl_sync(kAllLanes, key[0], other);
-      rank[0] += theirs > key[0] || (theirs == key[0] && other < lane);
-      rank[1] += theirs >= key[1];
+#pragma unroll
+    for (int other = 0; other < 32; ++other) {
+      rank[0] += __shfl_sync(kAllLanes, key[0], other) > key[0];
     }
-#pragma unroll 1
-    for (unsigned others = open[1]; others; others &= others - 1) {
-      const int other = __ffs(others) - 1;
-      const uint32_t theirs = __shfl_sync(kAllLanes, key[1], other);
-      rank[0] += theirs > key[0];
-      rank[1] += theirs > key[1] || (theirs == key[1] && other < lane);
+    if (listed > 32) {
+#pragma unroll
+      for (int other = 0; other < 32; ++other) {
+        const uint32_t theirs = __shfl_sync(kAllLanes, key[1], other);
+        rank[0] += theirs > key[0];
+        rank[1] += (theirs > key[1]) + (__shfl_sync(kAllLanes, key[0], other) >= key[1]);
+      }
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -125,6 +123,7 @@ __global__ void __launch_bounds__(kRowsPerCta * 32, 1)
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerCta + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   wait_for_previous_kernel();
+  start_next_kernel();
   const int64_t num_lists = work.batch.num_requests * work.batch.max_pages;
   for (int64_t list = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
        list < num_lists; list += static_cast<int64_t>(gridDim.x) * blockDim.x) {
