@@ -1,6 +1,6 @@
 """select_blocks of FP8 index keys in calls large enough that Hopper bounds scores first.
 
-By the shapes alone, so a wide table makes a small call large: 2^21 (row, column) pairs, 128 columns
+By the shapes alone, so a wide table makes a small call large: 2^21 (row, column) pairs, 256 columns
 and 128 rows a request at least (`csrc/step2_select/sm90/bounded_select_inst.cu`). Elsewhere these
 are tests like any other.
 """

@@ -28,7 +28,7 @@
 
 namespace msa::index_score::sm90 {
 
-constexpr float kErrorScale = 1.0f / 8192;        // 2^-13
+constexpr float kErrorScale = 1.0f / 8192;         // 2^-13
 constexpr float kFactorMargin = 1.0f + 1.0f / 32;  // of sums so far (1/60), of the factors' own
 
 __device__ __forceinline__ float power_of_two_below(float value) {

@@ -89,9 +89,8 @@ __global__ void __launch_bounds__(kFactorThreads)
     const int64_t own = (blockIdx.x - num_blocks) * 128 + thread;
     if (own < batch.num_tokens) {
       const TokenPosition position = find_position(batch, static_cast<int32_t>(own));
-      params.token_words[own] = {
-          position.request,
-          position.request < 0 ? 0 : visible_blocks(batch, position.pos)};
+      params.token_words[own] = {position.request,
+                                 position.request < 0 ? 0 : visible_blocks(batch, position.pos)};
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -117,8 +116,8 @@ __global__ void __launch_bounds__(kFactorThreads)
                           (warp * 32 + lane / 4) * params.index_k_cache.token_stride;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      largest = fmaxf(
-          largest, quarter_factor(keys + 8 * i * params.index_k_cache.token_stride, quarter));
+      largest =
+          fmaxf(largest, quarter_factor(keys + 8 * i * params.index_k_cache.token_stride, quarter));
     }
 #pragma unroll
     for (int distance = 4; distance < 32; distance *= 2) {

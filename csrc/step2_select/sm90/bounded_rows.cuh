@@ -15,19 +15,19 @@ namespace msa::select_blocks::sm90 {
 using topk_blocks::sm80::RowBlocks;
 using topk_blocks::sm80::score_key;
 
-constexpr int kRowEntries = 64;       // of a row's short list
-constexpr int kSureEntry = 0x8000;    // an entry is a block, and this where it is surely selected
-constexpr int kMostBlocks = 0x4000;   // of a table: an entry holds a block's number
-constexpr int kLogMostRows = 17;      // of a window: a place in a list holds a row's number
-constexpr int kWideRow = 255;         // entries of a row that has more than its list holds
-constexpr int kItemRows = 256;        // rows of a work item of scoring again
-constexpr int kCounterStride = 8;     // counters apart, as atomics meet one sector at a time
-constexpr int kRowsPerCta = 4;        // a warp a row
+constexpr int kRowEntries = 64;      // of a row's short list
+constexpr int kSureEntry = 0x8000;   // an entry is a block, and this where it is surely selected
+constexpr int kMostBlocks = 0x4000;  // of a table: an entry holds a block's number
+constexpr int kLogMostRows = 17;     // of a window: a place in a list holds a row's number
+constexpr int kWideRow = 255;        // entries of a row that has more than its list holds
+constexpr int kItemRows = 256;       // rows of a work item of scoring again
+constexpr int kCounterStride = 8;    // counters apart, as atomics meet one sector at a time
+constexpr int kRowsPerCta = 4;       // a warp a row
 
 // Up to kItemRows rows of a list.
 struct alignas(16) RescoreItem {
-  int32_t begin;        // in `lists`
-  int32_t list;         // of list_counts
+  int32_t begin;  // in `lists`
+  int32_t list;   // of list_counts
   int32_t page;
   int32_t block_chunk;  // the block, and above kMostBlocks which kItemRows of the list
 };
@@ -67,8 +67,8 @@ struct RequestLists {
 
 __device__ __forceinline__ RequestLists request_lists(const BoundedRows& work, int32_t request) {
   const int64_t first = max(int64_t{first_token_of(work.batch, request)}, work.first_token);
-  const int64_t end = min(int64_t{first_token_of(work.batch, request + 1)},
-                          work.first_token + work.num_tokens);
+  const int64_t end =
+      min(int64_t{first_token_of(work.batch, request + 1)}, work.first_token + work.num_tokens);
   return {(first - work.first_token) * work.num_heads * work.row_blocks,
           static_cast<int32_t>(end - first) * work.num_heads};
 }

@@ -1,12 +1,11 @@
 // Host side of selections by bounds: factors once, then window by window bounds, candidates, their
 // exact scores, ids.
-#include "step2_select/sm90/bounded_select_run.h"
-
 #include <algorithm>
 
 #include "device/persistent_grid.cuh"
 #include "step1_score/sm90/score_bounds_kernel.cuh"
 #include "step1_score/sm90/score_factors_kernel.cuh"
+#include "step2_select/sm90/bounded_select_run.h"
 #include "step2_select/sm90/candidates_kernel.cuh"
 #include "step2_select/sm90/rescore_kernel.cuh"
 #include "step2_select/sm90/settle_kernel.cuh"
@@ -120,9 +119,8 @@ void run_bounded(const SelectBlocksParams& params, int64_t window_tokens, int64_
   factors.counters = parts.counters;
   factors.num_counters = parts.num_counters;
   launch_dependent(context.op, "the launch of msa_score_factors_sm90_kernel",
-                   score::msa_score_factors_sm90_kernel,
-                   entries + (num_tokens * heads + 127) / 128, score::kFactorThreads, 0, stream,
-                   factors);
+                   score::msa_score_factors_sm90_kernel, entries + (num_tokens * heads + 127) / 128,
+                   score::kFactorThreads, 0, stream, factors);
 
   const PagedView& cache = params.index_k_cache;
   const auto page_bytes = static_cast<uint64_t>(cache.page_stride);
@@ -162,8 +160,8 @@ void run_bounded(const SelectBlocksParams& params, int64_t window_tokens, int64_
     work.cut.token_end = end;
     rows.first_token = begin;
     rows.num_tokens = end - begin;
-    const int64_t resident = resident_ctas<bounds_kernel>(context.op, context.device,
-                                                          score::kBoundThreads, kBoundBytes);
+    const int64_t resident =
+        resident_ctas<bounds_kernel>(context.op, context.device, score::kBoundThreads, kBoundBytes);
     launch_dependent(context.op, "the launch of msa_score_bounds_sm90_kernel", bounds_kernel,
                      std::min(resident, index_score::useful_ctas(work, 1)), score::kBoundThreads,
                      kBoundBytes, stream, bounds, map);
@@ -174,11 +172,10 @@ void run_bounded(const SelectBlocksParams& params, int64_t window_tokens, int64_
     } else {
       launch_candidates<0>(rows, context);
     }
-    launch_dependent(context.op, "the launch of msa_rescore_candidates_sm90_kernel",
-                     rescore_kernel,
-                     resident_ctas<rescore_kernel>(context.op, context.device, kRescoreThreads,
-                                                   kRescoreBytes),
-                     kRescoreThreads, kRescoreBytes, stream, rows);
+    launch_dependent(
+        context.op, "the launch of msa_rescore_candidates_sm90_kernel", rescore_kernel,
+        resident_ctas<rescore_kernel>(context.op, context.device, kRescoreThreads, kRescoreBytes),
+        kRescoreThreads, kRescoreBytes, stream, rows);
     launch_dependent(context.op, "the launch of msa_settle_rows_sm90_kernel",
                      msa_settle_rows_sm90_kernel, row_ctas(rows), kRowsPerCta * 32, 0, stream,
                      rows);

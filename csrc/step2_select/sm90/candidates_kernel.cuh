@@ -53,14 +53,9 @@ struct CandidateFinder {
   int32_t first, end, steps;  // this lane's blocks: first, first + 32, ... below end
   uint32_t keys[kResident ? kValues : 1];
 
-  __device__ __forceinline__ CandidateFinder(const BoundedRows& work, int64_t row,
-                                             int32_t request, const RowBlocks& blocks, uint2* list)
-      : work(work),
-        row(row),
-        request(request),
-        blocks(blocks),
-        list(list),
-        lane(threadIdx.x % 32) {
+  __device__ __forceinline__ CandidateFinder(const BoundedRows& work, int64_t row, int32_t request,
+                                             const RowBlocks& blocks, uint2* list)
+      : work(work), row(row), request(request), blocks(blocks), list(list), lane(threadIdx.x % 32) {
     source = work.bounds + row * work.row_blocks;
     block_factors = work.block_factors + request * work.batch.max_pages;
     row_factors = work.row_factors[work.first_token * work.num_heads + row];
@@ -158,9 +153,9 @@ struct CandidateFinder {
     work.lists[begin + slot] =
         static_cast<int32_t>(static_cast<uint32_t>(row) | place << kLogMostRows);
     if (slot % kItemRows == 0) {
-      work.items[atomicAdd(work.num_items, 1)] = {
-          begin + slot, list, page_of(work.batch, request, block),
-          block + slot / kItemRows * kMostBlocks};
+      work.items[atomicAdd(work.num_items, 1)] = {begin + slot, list,
+                                                  page_of(work.batch, request, block),
+                                                  block + slot / kItemRows * kMostBlocks};
     }
   }
 
@@ -220,8 +215,8 @@ struct CandidateFinder {
     if (reaching == capacity) end = begin;
     const uint32_t cut = __reduce_min_sync(
         kAllLanes, min(key[0] >= begin ? low[0] : ~0u, key[1] >= begin ? low[1] : ~0u));
-    const uint32_t next = __reduce_max_sync(
-        kAllLanes, max(key[0] < end ? key[0] : 0u, key[1] < end ? key[1] : 0u));
+    const uint32_t next =
+        __reduce_max_sync(kAllLanes, max(key[0] < end ? key[0] : 0u, key[1] < end ? key[1] : 0u));
     const unsigned lower_lanes = (1u << lane) - 1;
     int32_t place = 0;
 #pragma unroll

@@ -60,7 +60,8 @@ __global__ void __launch_bounds__(kRescoreThreads, 2)
   const uint64_t k_base = make_descriptor(shared_address(shared.k[0]), 16, 1024);
   constexpr int kKeys = kBlock / kTogether, kQueries = kItemRows / kTogether;  // of a thread
   // The item's rows come with it: places of a list past its end hold anything.
-  const auto load_places = [&](const RescoreItem& item, int32_t& rows, int32_t (&places)[kQueries]) {
+  const auto load_places = [&](const RescoreItem& item, int32_t& rows,
+                               int32_t (&places)[kQueries]) {
     rows = work.list_counts[int64_t{item.list} * kCounterStride] -
            item.block_chunk / kMostBlocks * kItemRows;
 #pragma unroll
@@ -90,8 +91,8 @@ __global__ void __launch_bounds__(kRescoreThreads, 2)
 #pragma unroll
     for (int j = 0; j < kKeys; ++j) {
       const int key = thread / kChunks + j * kTogether;
-      keys[j] = *reinterpret_cast<const uint4*>(
-          page + key * work.index_k_cache.token_stride + chunk * 16);
+      keys[j] = *reinterpret_cast<const uint4*>(page + key * work.index_k_cache.token_stride +
+                                                chunk * 16);
     }
 #pragma unroll
     for (int j = 0; j < kQueries; ++j) {
@@ -99,10 +100,10 @@ __global__ void __launch_bounds__(kRescoreThreads, 2)
       if (thread / kChunks + j * kTogether < item_rows) {
         const uint32_t row = places[j] & ((1u << kLogMostRows) - 1);
         const uint32_t token = row / work.num_heads, head = row - token * work.num_heads;
-        queries[j] = *reinterpret_cast<const uint4*>(
-            static_cast<const uint8_t*>(work.index_q.data) +
-            (work.first_token + token) * work.index_q.token_stride +
-            head * work.index_q.head_stride + chunk * 16);
+        queries[j] =
+            *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(work.index_q.data) +
+                                            (work.first_token + token) * work.index_q.token_stride +
+                                            head * work.index_q.head_stride + chunk * 16);
       }
     }
     __syncthreads();  // what the item before left has been read
@@ -128,9 +129,8 @@ __global__ void __launch_bounds__(kRescoreThreads, 2)
 #pragma unroll
       for (int step = 0; step < kHeadDim / 16; ++step) {
         const int half = step / 4, within = step % 4 * 32;
-        multiply_ss_float16(
-            advance(q_base, half * sizeof(shared.q[0]) + tile * 64 * 128 + within),
-            advance(k_base, half * sizeof(shared.k[0]) + within), sums, step > 0);
+        multiply_ss_float16(advance(q_base, half * sizeof(shared.q[0]) + tile * 64 * 128 + within),
+                            advance(k_base, half * sizeof(shared.k[0]) + within), sums, step > 0);
       }
       wgmma_commit();
       wgmma_wait<0>();
@@ -145,9 +145,9 @@ __global__ void __launch_bounds__(kRescoreThreads, 2)
       if (!(lane & 2) && row < item_rows) {
         const auto place = static_cast<uint32_t>(shared.places[row]);
         const int64_t number = place & ((1u << kLogMostRows) - 1);
-        uint32_t* const target = place >> 31 ? work.bounds + number * work.row_blocks + block
-                                             : work.exact + number * kRowEntries +
-                                                   (place >> kLogMostRows);
+        uint32_t* const target = place >> 31
+                                     ? work.bounds + number * work.row_blocks + block
+                                     : work.exact + number * kRowEntries + (place >> kLogMostRows);
         *target = score_key(score);
       }
     }

@@ -125,8 +125,8 @@ __global__ void __launch_bounds__(kRowsPerCta * 32, 1)
   wait_for_previous_kernel();
   start_next_kernel();
   const int64_t num_lists = work.batch.num_requests * work.batch.max_pages;
-  for (int64_t list = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-       list < num_lists; list += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+  for (int64_t list = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; list < num_lists;
+       list += static_cast<int64_t>(gridDim.x) * blockDim.x) {
     work.list_counts[list * kCounterStride] = 0;
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) *work.num_items = 0;
