@@ -88,18 +88,36 @@ __device__ __forceinline__ void produce_bound_pages(const BoundWork& work, const
   }
 }
 
-// As row_maxima(), of the bits: the same where a largest is not negative, by half as many
-// instructions, as there is one for the largest of three. NaN of the tensor cores is positive.
-__device__ __forceinline__ void row_maxima_of_bits(const msa::sm90::Accumulator& values,
+// Of both rows of a thread the largest of `values` and of what came before, of the bits: the same
+// as that of the numbers where it is not negative, by half as many instructions, as there is one
+// for the largest of three. NaN of the tensor cores is positive.
+__device__ __forceinline__ void add_maxima_of_bits(const msa::sm90::HalfAccumulator& values,
                                                    int32_t& low, int32_t& high) {
   const auto bits = [&](int i) { return __float_as_int(values[i]); };
-  low = max(bits(0), bits(1));
-  high = max(bits(2), bits(3));
 #pragma unroll
-  for (int i = 4; i < 64; i += 4) {
+  for (int i = 0; i < 32; i += 4) {
     low = __vimax3_s32(low, bits(i), bits(i + 1));
     high = __vimax3_s32(high, bits(i + 2), bits(i + 3));
   }
+}
+
+// The same where all are negative: then the least of the bits is the largest number.
+__device__ __forceinline__ void add_minima_of_bits(const msa::sm90::HalfAccumulator& values,
+                                                   uint32_t& low, uint32_t& high) {
+  const auto bits = [&](int i) { return __float_as_uint(values[i]); };
+#pragma unroll
+  for (int i = 0; i < 32; i += 4) {
+    low = __vimin3_u32(low, bits(i), bits(i + 1));
+    high = __vimin3_u32(high, bits(i + 2), bits(i + 3));
+  }
+}
+
+// Of both rows of a thread and of four lanes: each lane keeps one.
+template <typename T, typename Better>
+__device__ __forceinline__ T keep_one(T low, T high, int lane, const Better& better) {
+  const bool odd = lane & 1;
+  const T kept = better(odd ? high : low, __shfl_xor_sync(kAllLanes, odd ? low : high, 1));
+  return better(kept, __shfl_xor_sync(kAllLanes, kept, 2));
 }
 
 __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
@@ -162,33 +180,40 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
     // Before the products: a load between them would keep the later ones waiting.
     const float4 block_factors = shared.factors[ring.stage];
     if (cursor.block < consumer_end && block_factors.x >= 0.0f) {
-      Accumulator sums;
-      wgmma_fence();
+      int32_t low = INT32_MIN, high = INT32_MIN;
+      uint32_t low_negative = ~0u, high_negative = ~0u;
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        multiply_rs_e4m3(queries[step], advance(k_base, ring.stage * kRawPageBytes + step * 32),
-                         sums, step > 0);
+      for (int half = 0; half < 2; ++half) {
+        HalfAccumulator sums[2];
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          multiply_rs_e4m3(
+              queries[step],
+              advance(k_base, ring.stage * kRawPageBytes + half * (kRawPageBytes / 2) + step * 32),
+              sums[step / 2], step % 2 > 0);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        hold(sums[0]);
+        hold(sums[1]);
+        if (half == 1 && lane == 0) barrier_arrive(&shared.empty[ring.stage]);
+#pragma unroll
+        for (int i = 0; i < 32; ++i) sums[0][i] += sums[1][i];
+        add_maxima_of_bits(sums[0], low, high);
+        if (__any_sync(kAllLanes, min(low, high) < 0)) {
+          add_minima_of_bits(sums[0], low_negative, high_negative);
+        }
       }
-      wgmma_commit();
-      float error = score_error(row_factors, block_factors);
-      asm volatile("" : "+f"(error));  // now, while the products are under way
-      wgmma_wait<0>();
-      hold(sums);
-      if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
-      int32_t low, high;
-      row_maxima_of_bits(sums, low, high);
-      // Two rows of four lanes: each lane keeps one.
-      const bool odd = lane & 1;
-      int32_t best = max(odd ? high : low, __shfl_xor_sync(kAllLanes, odd ? low : high, 1));
-      best = max(best, __shfl_xor_sync(kAllLanes, best, 2));
+      const int32_t best =
+          keep_one(low, high, lane, [](int32_t a, int32_t b) { return max(a, b); });
       float score = __int_as_float(best);
       if (__any_sync(kAllLanes, best < 0)) {
-        float low_score, high_score;
-        row_maxima(sums, low_score, high_score);
-        score = max_or_nan(odd ? high_score : low_score,
-                           __shfl_xor_sync(kAllLanes, odd ? low_score : high_score, 1));
-        score = max_or_nan(score, __shfl_xor_sync(kAllLanes, score, 2));
+        const uint32_t least = keep_one(low_negative, high_negative, lane,
+                                        [](uint32_t a, uint32_t b) { return min(a, b); });
+        if (best < 0) score = __uint_as_float(least);
       }
+      const float error = score_error(row_factors, block_factors);
       bound = score_key(upper_bound(score, error));
     } else if (lane == 0) {
       barrier_arrive(&shared.empty[ring.stage]);
