@@ -184,27 +184,42 @@ struct CandidateFinder {
       return;
     }
 
-    // Two entries a lane.
-    uint32_t key[2], low[2];
-    int32_t block[2];
-    float error[2];
+    // Most lists leave half of what follows idle.
+    if (listed <= 32) {
+      classify<1>(lists, least, listed);
+    } else {
+      classify<2>(lists, least, listed);
+    }
+  }
+
+  // What the entries of the list are, kEach a lane; `least` is reached by all.
+  template <int kEach>
+  __device__ __forceinline__ void classify(const RequestLists& lists, uint32_t least,
+                                           int32_t listed) const {
+    const int32_t capacity = blocks.capacity;
+    uint32_t key[kEach], low[kEach];
+    int32_t block[kEach];
+    float error[kEach];
+    uint32_t largest = 0;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kEach; ++i) {
       const int place = lane + 32 * i;
       const uint2 entry = place < listed ? list[place] : uint2{0, 0};
       key[i] = entry.x;
       block[i] = static_cast<int32_t>(entry.y);
       error[i] = key[i] > 0 ? error_of(block[i]) : 0.0f;
       low[i] = lower_key(key[i], error[i]);
+      largest = max(largest, key[i]);
     }
     // At least `capacity` entries reach `begin`, fewer `end`. Near enough ends it: a cut that is
     // not the best makes candidates, not errors.
-    uint32_t begin = least, end = __reduce_max_sync(kAllLanes, max(key[0], key[1])) + 1;
+    uint32_t begin = least, end = __reduce_max_sync(kAllLanes, largest) + 1;
     int32_t reaching = listed;
     while (reaching > capacity && end - begin > 1024) {
       const uint32_t middle = begin + (end - begin) / 2;
-      const int32_t count = __popc(__ballot_sync(kAllLanes, key[0] >= middle)) +
-                            __popc(__ballot_sync(kAllLanes, key[1] >= middle));
+      int32_t count = 0;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) count += __popc(__ballot_sync(kAllLanes, key[i] >= middle));
       if (count >= capacity) {
         begin = middle;
         reaching = count;
@@ -213,14 +228,18 @@ struct CandidateFinder {
       }
     }
     if (reaching == capacity) end = begin;
-    const uint32_t cut = __reduce_min_sync(
-        kAllLanes, min(key[0] >= begin ? low[0] : ~0u, key[1] >= begin ? low[1] : ~0u));
-    const uint32_t next =
-        __reduce_max_sync(kAllLanes, max(key[0] < end ? key[0] : 0u, key[1] < end ? key[1] : 0u));
+    uint32_t cut = ~0u, next = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (key[i] >= begin) cut = min(cut, low[i]);
+      if (key[i] < end) next = max(next, key[i]);
+    }
+    cut = __reduce_min_sync(kAllLanes, cut);
+    next = __reduce_max_sync(kAllLanes, next);
     const unsigned lower_lanes = (1u << lane) - 1;
     int32_t place = 0;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kEach; ++i) {
       const bool sure = low[i] > next;
       const bool kept = key[i] > 0 && (sure || key[i] >= cut);
       const unsigned keeping = __ballot_sync(kAllLanes, kept);

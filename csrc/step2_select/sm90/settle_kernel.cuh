@@ -40,16 +40,17 @@ struct RowSettler {
     place += __popc(taking);
   }
 
-  // Two entries a lane, and what was written where their exact scores would be.
+  // kEach entries a lane, and what was written where their exact scores would be.
+  template <int kEach>
   __device__ __forceinline__ void settle_list(int32_t listed, const int32_t (&entries)[2],
                                               const uint32_t (&exact)[2]) {
-    uint32_t key[2];
-    int32_t rank[2];
-    bool sure[2];
+    uint32_t key[kEach];
+    int32_t rank[kEach];
+    bool sure[kEach];
     int32_t left = blocks.capacity;
     const unsigned lower_lanes = (1u << lane) - 1;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kEach; ++i) {
       const bool is_there = lane + 32 * i < listed;
       sure[i] = is_there && (entries[i] & kSureEntry);
       key[i] = is_there && !sure[i] ? exact[i] : 0;
@@ -58,18 +59,16 @@ struct RowSettler {
     }
 #pragma unroll
     for (int other = 0; other < 32; ++other) {
-      rank[0] += __shfl_sync(kAllLanes, key[0], other) > key[0];
-    }
-    if (listed > 32) {
-#pragma unroll
-      for (int other = 0; other < 32; ++other) {
-        const uint32_t theirs = __shfl_sync(kAllLanes, key[1], other);
-        rank[0] += theirs > key[0];
-        rank[1] += (theirs > key[1]) + (__shfl_sync(kAllLanes, key[0], other) >= key[1]);
+      const uint32_t lower = __shfl_sync(kAllLanes, key[0], other);
+      rank[0] += lower > key[0];
+      if constexpr (kEach == 2) {
+        const uint32_t upper = __shfl_sync(kAllLanes, key[1], other);
+        rank[0] += upper > key[0];
+        rank[1] += (upper > key[1]) + (lower >= key[1]);
       }
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kEach; ++i) {
       append(sure[i] || (key[i] > 0 && rank[i] < left), entries[i] & (kSureEntry - 1));
     }
   }
@@ -146,8 +145,10 @@ __global__ void __launch_bounds__(kRowsPerCta * 32, 1)
   RowSettler settler(work, blocks, row);
   if (listed == kWideRow) {
     settler.settle_wide();
+  } else if (listed > 32) {
+    settler.settle_list<2>(listed, entries, exact);
   } else if (listed > 0) {
-    settler.settle_list(listed, entries, exact);
+    settler.settle_list<1>(listed, entries, exact);
   }
   settler.finish();
 }
