@@ -24,6 +24,7 @@
 // Limits    c <= 32.
 #pragma once
 
+#include "device/shared_memory.cuh"
 #include "step1_score/sm90/score_error.cuh"
 #include "step2_select/sm90/bounded_rows.cuh"
 
@@ -31,6 +32,8 @@ namespace msa::select_blocks::sm90 {
 
 using index_score::sm90::lower_bound;
 using index_score::sm90::score_error;
+
+constexpr uint32_t kClose = 1024;  // keys: 2^-13 of a score
 
 // The score that a key stands for; NaN where none does.
 __device__ __forceinline__ float score_of_key(uint32_t key) {
@@ -45,7 +48,7 @@ struct CandidateFinder {
   int64_t row;
   int32_t request;
   const RowBlocks& blocks;
-  uint2* list;  // kRowEntries of key and block
+  uint32_t list;  // in shared memory: kRowEntries of key and block
   int lane;
   const uint32_t* source;  // bounds of the row
   const float4* block_factors;
@@ -54,7 +57,7 @@ struct CandidateFinder {
   uint32_t keys[kResident ? kValues : 1];
 
   __device__ __forceinline__ CandidateFinder(const BoundedRows& work, int64_t row, int32_t request,
-                                             const RowBlocks& blocks, uint2* list)
+                                             const RowBlocks& blocks, uint32_t list)
       : work(work), row(row), request(request), blocks(blocks), list(list), lane(threadIdx.x % 32) {
     source = work.bounds + row * work.row_blocks;
     block_factors = work.block_factors + request * work.batch.max_pages;
@@ -102,12 +105,10 @@ struct CandidateFinder {
       best = max(best, key);
     });
     if (best > 1) best = lower_key(best, error_of(best_block));
-    int32_t exceeding = 0;
-#pragma unroll
-    for (int other = 0; other < 32; ++other) {
-      exceeding += __shfl_sync(kAllLanes, best, other) > best;
-    }
-    return max(__reduce_min_sync(kAllLanes, exceeding < capacity ? best : ~0u), 1u);
+    const uint32_t begin = max(__reduce_min_sync(kAllLanes, best), 1u);
+    const int32_t reaching = __popc(__ballot_sync(kAllLanes, best >= begin));
+    if (reaching < capacity) return 1;
+    return cut_keys<1>({best}, begin, reaching, capacity, kClose).begin;
   }
 
   // The same by the blocks with the `capacity` largest bounds.
@@ -137,7 +138,8 @@ struct CandidateFinder {
       const bool passes = key >= least;
       const unsigned passing = __ballot_sync(kAllLanes, passes);
       const int32_t mine = place + __popc(passing & lower_lanes);
-      if (passes && mine < kRowEntries) list[mine] = {key, static_cast<uint32_t>(block)};
+      store_shared_8_if(passes && mine < kRowEntries, list + mine * 8,
+                        {key, static_cast<uint32_t>(block)});
       place += __popc(passing);
     });
     __syncwarp();
@@ -200,39 +202,22 @@ struct CandidateFinder {
     uint32_t key[kEach], low[kEach];
     int32_t block[kEach];
     float error[kEach];
-    uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int place = lane + 32 * i;
-      const uint2 entry = place < listed ? list[place] : uint2{0, 0};
-      key[i] = entry.x;
-      block[i] = static_cast<int32_t>(entry.y);
-      error[i] = key[i] > 0 ? error_of(block[i]) : 0.0f;
+      const uint2 entry = load_shared_8(list + place * 8);
+      key[i] = place < listed ? entry.x : 0;
+      block[i] = place < listed ? static_cast<int32_t>(entry.y) : 0;
+      error[i] = error_of(block[i]);
       low[i] = lower_key(key[i], error[i]);
-      largest = max(largest, key[i]);
     }
-    // At least `capacity` entries reach `begin`, fewer `end`. Near enough ends it: a cut that is
-    // not the best makes candidates, not errors.
-    uint32_t begin = least, end = __reduce_max_sync(kAllLanes, largest) + 1;
-    int32_t reaching = listed;
-    while (reaching > capacity && end - begin > 1024) {
-      const uint32_t middle = begin + (end - begin) / 2;
-      int32_t count = 0;
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) count += __popc(__ballot_sync(kAllLanes, key[i] >= middle));
-      if (count >= capacity) {
-        begin = middle;
-        reaching = count;
-      } else {
-        end = middle;
-      }
-    }
-    if (reaching == capacity) end = begin;
+    // A cut that is not quite the best makes candidates, not errors.
+    const KeyCut bounds = cut_keys(key, least, listed, capacity, kClose);
     uint32_t cut = ~0u, next = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      if (key[i] >= begin) cut = min(cut, low[i]);
-      if (key[i] < end) next = max(next, key[i]);
+      if (key[i] >= bounds.begin) cut = min(cut, low[i]);
+      if (key[i] < bounds.end) next = max(next, key[i]);
     }
     cut = __reduce_min_sync(kAllLanes, cut);
     next = __reduce_max_sync(kAllLanes, next);
@@ -262,7 +247,7 @@ struct CandidateFinder {
 };
 
 template <int kValues>
-__global__ void __launch_bounds__(kRowsPerCta * 32, kValues == 32 ? 5 : 8)
+__global__ void __launch_bounds__(kRowsPerCta * 32, kValues == 32 ? 4 : 8)
     msa_find_candidates_sm90_kernel(const __grid_constant__ BoundedRows work) {
   __shared__ uint2 lists[kRowsPerCta][kRowEntries];
   const int warp = threadIdx.x / 32;
@@ -278,7 +263,7 @@ __global__ void __launch_bounds__(kRowsPerCta * 32, kValues == 32 ? 5 : 8)
     if (threadIdx.x % 32 == 0) work.row_words[row] = blocks.visible * 256;
     return;
   }
-  const CandidateFinder<kValues> finder(work, row, word.x, blocks, lists[warp]);
+  const CandidateFinder<kValues> finder(work, row, word.x, blocks, shared_address(lists[warp]));
   finder.find();
 }
 

@@ -45,31 +45,34 @@ struct RowSettler {
   __device__ __forceinline__ void settle_list(int32_t listed, const int32_t (&entries)[2],
                                               const uint32_t (&exact)[2]) {
     uint32_t key[kEach];
-    int32_t rank[kEach];
-    bool sure[kEach];
-    int32_t left = blocks.capacity;
-    const unsigned lower_lanes = (1u << lane) - 1;
+    bool sure[kEach], takes[kEach];
+    int32_t left = blocks.capacity, open = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const bool is_there = lane + 32 * i < listed;
       sure[i] = is_there && (entries[i] & kSureEntry);
       key[i] = is_there && !sure[i] ? exact[i] : 0;
       left -= __popc(__ballot_sync(kAllLanes, sure[i]));
-      rank[i] = __popc(__match_any_sync(kAllLanes, key[i]) & lower_lanes);
+      open += __popc(__ballot_sync(kAllLanes, key[i] > 0));
     }
+    // The first of those that are equal at the cut.
+    KeyCut cut{~0u, ~0u, 0};
+    if (left > 0) cut = cut_keys(key, 1u, open, left, 1u);
+    int32_t equal_left = left;
 #pragma unroll
-    for (int other = 0; other < 32; ++other) {
-      const uint32_t lower = __shfl_sync(kAllLanes, key[0], other);
-      rank[0] += lower > key[0];
-      if constexpr (kEach == 2) {
-        const uint32_t upper = __shfl_sync(kAllLanes, key[1], other);
-        rank[0] += upper > key[0];
-        rank[1] += (upper > key[1]) + (lower >= key[1]);
-      }
+    for (int i = 0; i < kEach; ++i) {
+      equal_left -= __popc(__ballot_sync(kAllLanes, key[i] > cut.begin));
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      append(sure[i] || (key[i] > 0 && rank[i] < left), entries[i] & (kSureEntry - 1));
+      const unsigned equal = __ballot_sync(kAllLanes, key[i] == cut.begin);
+      const int before = __popc(equal & ((1u << lane) - 1));
+      takes[i] = key[i] > cut.begin || (key[i] == cut.begin && before < equal_left);
+      equal_left -= __popc(equal);
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      append(sure[i] || takes[i], entries[i] & (kSureEntry - 1));
     }
   }
 
