@@ -11,7 +11,8 @@
 // Grid      persistent, a CTA an SM, pieces of the line of (tile, page) units as in the exact
 //           kernel (score_tile_kernel.cuh).
 // Roles     role           warps  registers  does
-//           consumer 0..3  0-15   112        64 rows each, in registers: one product m64n128 a page
+//           consumer 0..3  0-15   112        64 rows each, in registers: products m64n64 of half a
+//                                            page, two sums of 64 elements each
 //           producer       16     32         a page a TMA box, and its factors; 17-19 idle
 // Shared    k        8 stages [128 keys][128 d]   131,072   128-byte swizzle
 //           factors  8 stages of a float4             128
@@ -19,9 +20,9 @@
 //           full   1 + bytes of page and factors  producer              consumers
 //           empty  16                             each consumer warp    producer
 //           A page that is not there is announced without bytes, and its bounds are -inf.
-// Timeline  consumer: wait page | products | release the page | maxima, bound, store. The products
-//           of the other three fill the tensor cores meanwhile; two consumers of 128 rows leave
-//           them idle for a tenth of the time.
+// Timeline  consumer: wait page | products of half 0 | sums, maxima | products of half 1 | release
+//           the page | sums, maxima, bound, store. The products of the other three fill the tensor
+//           cores meanwhile; two consumers of 128 rows leave them idle for a tenth of the time.
 // Next      the launch of the next kernel begins when every CTA is at its last page.
 // Limits    tensor map: strides of the index cache are multiples of 16 bytes.
 #pragma once

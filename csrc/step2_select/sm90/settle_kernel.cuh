@@ -4,8 +4,8 @@
 // Bound by latency: a warp a row reads its list and the exact scores of it, all at once.
 //
 // Grid      a warp a row.
-// Method    entries of the list are ranked against each other, of equal scores the lower block
-//           first. A wide row has no list: the c-th largest of its scores is found bit by bit.
+// Method    the cut between the entries of the list is found by halving; of equal scores the lower
+//           blocks are taken. A wide row has no list: its cut is found bit by bit.
 // Next      sets the counters of the window's lists to zero, for the next window.
 #pragma once
 
