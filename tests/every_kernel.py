@@ -122,6 +122,18 @@ def _select(device: str, index: torch.dtype) -> Iterator[tuple[str, Call]]:
         case = make_case(lengths, **heads, max_pages=max_pages, device=device)
         yield f"select_blocks {name} {index}", _later(msa.select_blocks, *case.index_args, 16)
         yield f"index_score {name} {index}", _later(msa.index_score, *case.index_args)
+    # A wide table makes a call large: scores are bounded first.
+    for width, tokens in {8192: 150, 1024: 1100, 512: 2200}.items() if index == FP8 else ():
+        case = make_case(
+            [(tokens, 2900 + tokens)],
+            hq=2,
+            hkv=2,
+            dtype=BF16,
+            index_dtype=index,
+            max_pages=width,
+            device=device,
+        )
+        yield f"select_blocks bounds {width}", _later(msa.select_blocks, *case.index_args, 16)
 
 
 def _later(function, *args, **options):

@@ -3,10 +3,12 @@
 #include <algorithm>
 
 #include "configs/built_configs.h"
+#include "device/architecture.h"
 #include "device/positions.cuh"
 #include "step1_score/score_run.h"
 #include "step2_select/select_blocks_params.h"
 #include "step2_select/sm80/topk_blocks_run.h"
+#include "step2_select/sm90/bounded_select_run.h"
 
 namespace msa {
 namespace {
@@ -46,6 +48,9 @@ Window window_of(const SelectBlocksParams& params) {
 
 int64_t select_blocks_workspace_bytes(const SelectBlocksParams& params) {
   const Window window = window_of(params);
+  if (select_blocks::sm90::bounds_pay(params)) {
+    return select_blocks::sm90::bounded_workspace_bytes(params, window.tokens, window.row_blocks);
+  }
   return params.ids.num_heads * window.tokens * window.row_blocks * int64_t{sizeof(float)};
 }
 
@@ -53,6 +58,10 @@ void run_select_blocks(const SelectBlocksParams& params, const ExecContext& cont
   require_built(context.op, params.index_q.dtype, params.index_k_cache.dtype);
 
   const Window window = window_of(params);
+  if (select_blocks::sm90::bounds_pay(params) &&
+      runs_sm90(context, params.index_q.dtype, params.index_k_cache.dtype)) {
+    return select_blocks::sm90::run_bounded(params, window.tokens, window.row_blocks, context);
+  }
   const int64_t heads = params.ids.num_heads, num_tokens = params.batch.num_tokens;
   const ScoresView scores{static_cast<float*>(params.workspace),
                           heads,

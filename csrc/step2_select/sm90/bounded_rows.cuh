@@ -1,0 +1,108 @@
+// What the three kernels share that make a selection of bounds: candidates_kernel.cuh,
+// rescore_kernel.cuh, settle_kernel.cuh.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "device/common.cuh"
+#include "device/dependent_launch.cuh"
+#include "device/positions.cuh"
+#include "step2_select/sm80/topk_row.cuh"
+#include "step2_select/topk_blocks_params.h"
+
+namespace msa::select_blocks::sm90 {
+
+using topk_blocks::sm80::RowBlocks;
+using topk_blocks::sm80::score_key;
+
+constexpr int kRowEntries = 64;      // of a row's short list
+constexpr int kSureEntry = 0x8000;   // an entry is a block, and this where it is surely selected
+constexpr int kMostBlocks = 0x4000;  // of a table: an entry holds a block's number
+constexpr int kLogMostRows = 17;     // of a window: a place in a list holds a row's number
+constexpr int kWideRow = 255;        // entries of a row that has more than its list holds
+constexpr int kItemRows = 256;       // rows of a work item of scoring again
+constexpr int kCounterStride = 8;    // counters apart, as atomics meet one sector at a time
+constexpr int kRowsPerCta = 4;       // a warp a row
+
+// Up to kItemRows rows of a list.
+struct alignas(16) RescoreItem {
+  int32_t begin;  // in `lists`
+  int32_t list;   // of list_counts
+  int32_t page;
+  int32_t block_chunk;  // the block, and above kMostBlocks which kItemRows of the list
+};
+
+// Rows of a window of query tokens: row = (token - first_token) * num_heads + head. Scores and
+// their bounds are ordered integers (topk_row.cuh).
+struct BoundedRows {
+  RowsView index_q;
+  PagedView index_k_cache;
+  BatchView batch;
+  SelectRule rule;
+  IdsView ids;
+  int64_t first_token, num_tokens;
+  int32_t num_heads;
+  int64_t row_blocks;           // bounds of a row
+  uint32_t* bounds;             // [rows][row_blocks]; of candidates of wide rows exact scores
+  const int2* token_words;      // [T]: request, visible blocks
+  const float4* row_factors;    // [T * Hi]
+  const float4* block_factors;  // [B * max_pages]
+  uint16_t* entries;            // [rows][kRowEntries]: what may be selected, by block
+  uint32_t* exact;              // [rows][kRowEntries]: scores of entries that are not sure
+  int32_t* row_words;           // [rows]: visible blocks * 256 + number of entries, or kWideRow
+  // Rows that want a block's exact score: [request][block][rows of the request in the window],
+  // and how many each such list holds. Bit 31: of a wide row; below, the place of its entry; in
+  // the lowest kLogMostRows bits the row.
+  int32_t* lists;
+  int32_t* list_counts;  // [B * max_pages], kCounterStride apart
+  RescoreItem* items;
+  int32_t* num_items;
+};
+
+// Where a request's lists begin, and how long each may be.
+struct RequestLists {
+  int64_t begin;
+  int32_t rows;
+};
+
+__device__ __forceinline__ RequestLists request_lists(const BoundedRows& work, int32_t request) {
+  const int64_t first = max(int64_t{first_token_of(work.batch, request)}, work.first_token);
+  const int64_t end =
+      min(int64_t{first_token_of(work.batch, request + 1)}, work.first_token + work.num_tokens);
+  return {(first - work.first_token) * work.num_heads * work.row_blocks,
+          static_cast<int32_t>(end - first) * work.num_heads};
+}
+
+// Where the best keys of a warp end: at least as many as wanted reach `begin`, no more than those
+// reach `end`.
+struct KeyCut {
+  uint32_t begin, end;
+  int32_t reaching;  // `begin`
+};
+
+// By halving, of kEach keys a lane, of which `reaching` reach `begin`, as many as wanted or more.
+// Ends where as many as wanted are found, or `close` before the exact place.
+template <int kEach>
+__device__ __forceinline__ KeyCut cut_keys(const uint32_t (&keys)[kEach], uint32_t begin,
+                                           int32_t reaching, int32_t wanted, uint32_t close) {
+  uint32_t largest = keys[0];
+#pragma unroll
+  for (int i = 1; i < kEach; ++i) largest = max(largest, keys[i]);
+  uint32_t end = __reduce_max_sync(kAllLanes, largest) + 1;
+#pragma unroll 1
+  while (reaching > wanted && end - begin > close) {
+    const uint32_t middle = begin + (end - begin) / 2;
+    int32_t count = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) count += __popc(__ballot_sync(kAllLanes, keys[i] >= middle));
+    if (count >= wanted) {
+      begin = middle;
+      reaching = count;
+    } else {
+      end = middle;
+    }
+  }
+  return {begin, reaching == wanted ? begin : end, reaching};
+}
+
+}  // namespace msa::select_blocks::sm90

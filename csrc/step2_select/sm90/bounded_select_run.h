@@ -1,0 +1,19 @@
+// FP8 prefill on Hopper: a selection of bounds and a few exact scores, instead of all exact scores.
+#pragma once
+
+#include "host/exec_context.h"
+#include "step2_select/select_blocks_params.h"
+
+namespace msa::select_blocks::sm90 {
+
+// Whether a call's shapes let it pay, on Hopper; lengths are not known on the host.
+bool bounds_pay(const SelectBlocksParams& params);
+
+// Scratch memory of windows of `window_tokens` query tokens, `row_blocks` scores a row.
+int64_t bounded_workspace_bytes(const SelectBlocksParams& params, int64_t window_tokens,
+                                int64_t row_blocks);
+
+void run_bounded(const SelectBlocksParams& params, int64_t window_tokens, int64_t row_blocks,
+                 const ExecContext& context);
+
+}  // namespace msa::select_blocks::sm90

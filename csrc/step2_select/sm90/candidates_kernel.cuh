@@ -1,0 +1,270 @@
+// Step 2 of FP8 prefill on Hopper, first part: which blocks a row may select, from bounds of its
+// scores, and which of them must be scored exactly.
+//
+//   U_j = upper bound of block j's score (score_bounds_kernel.cuh), L_j its lower bound, c = how
+//   many candidates the row selects. L, a lower bound of the c-th largest score, and the (c + 1)-th
+//   largest U cut the row:
+//     U_j < L                    out
+//     L_j > (c + 1)-th largest U surely selected
+//     else                       its exact score decides: the row joins the block's list
+//   The row's scores with those exact ones put in select what all exact ones would: a bound that
+//   stays is on the right side of every exact score that could be the c-th.
+//
+// Bound by reading the bounds, and by its instructions.
+//
+// Grid      a warp a row.
+// Method    bounds as ordered integers (topk_row.cuh), lane l holds block 32 i + l:
+//   bound   the c-th largest of the lanes' best, less twice their errors: a first L
+//   compact what reaches it, by id, into a list of kRowEntries
+//   cut     between the c-th and the next of them, found by halving
+//   search  where they are too many, an L by the c-th largest U, found bit by bit; then again. A
+//           row with too many even so is wide: all that reach L are scored.
+// Registers kValues keys a lane; kValues = 0: rows of any length, bounds read anew each pass.
+// Order     lists fill in any order, of which no result depends: a list is a set of rows.
+// Limits    c <= 32.
+#pragma once
+
+#include "device/shared_memory.cuh"
+#include "step1_score/sm90/score_error.cuh"
+#include "step2_select/sm90/bounded_rows.cuh"
+
+namespace msa::select_blocks::sm90 {
+
+using index_score::sm90::lower_bound;
+using index_score::sm90::score_error;
+
+constexpr uint32_t kClose = 1024;  // keys: 2^-13 of a score
+
+// The score that a key stands for; NaN where none does.
+__device__ __forceinline__ float score_of_key(uint32_t key) {
+  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
+
+template <int kValues>
+struct CandidateFinder {
+  static constexpr bool kResident = kValues > 0;
+
+  const BoundedRows& work;
+  int64_t row;
+  int32_t request;
+  const RowBlocks& blocks;
+  uint32_t list;  // in shared memory: kRowEntries of key and block
+  int lane;
+  const uint32_t* source;  // bounds of the row
+  const float4* block_factors;
+  float4 row_factors;
+  int32_t first, end, steps;  // this lane's blocks: first, first + 32, ... below end
+  uint32_t keys[kResident ? kValues : 1];
+
+  __device__ __forceinline__ CandidateFinder(const BoundedRows& work, int64_t row, int32_t request,
+                                             const RowBlocks& blocks, uint32_t list)
+      : work(work), row(row), request(request), blocks(blocks), list(list), lane(threadIdx.x % 32) {
+    source = work.bounds + row * work.row_blocks;
+    block_factors = work.block_factors + request * work.batch.max_pages;
+    row_factors = work.row_factors[work.first_token * work.num_heads + row];
+    first = blocks.init_end + lane;
+    end = blocks.local_begin;
+    steps = (end - blocks.init_end + 31) / 32;
+    if constexpr (kResident) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        keys[i] = first + 32 * i < end ? source[first + 32 * i] : 0;
+      }
+    }
+  }
+
+  // visit(key, block) for every block of the lane, in whole warps; key 0 where there is none.
+  template <typename Visit>
+  __device__ __forceinline__ void for_each(const Visit& visit) const {
+    if constexpr (kResident) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) visit(keys[i], first + 32 * i);
+    } else {
+#pragma unroll 4
+      for (int32_t i = 0; i < steps; ++i) {
+        const int32_t block = first + 32 * i;
+        visit(block < end ? source[block] : 0, block);
+      }
+    }
+  }
+
+  __device__ __forceinline__ float error_of(int32_t block) const {
+    return score_error(row_factors, block_factors[block]);
+  }
+
+  __device__ __forceinline__ uint32_t lower_key(uint32_t key, float error) const {
+    return key > 1 ? score_key(lower_bound(score_of_key(key), error)) : key;
+  }
+
+  // Of the lanes' best the `capacity`-th largest lower bound: a lower bound of that of the row.
+  __device__ __forceinline__ uint32_t first_bound(int32_t capacity) const {
+    uint32_t best = 0;
+    int32_t best_block = 0;
+    for_each([&](uint32_t key, int32_t block) {
+      if (key > best) best_block = block;
+      best = max(best, key);
+    });
+    if (best > 1) best = lower_key(best, error_of(best_block));
+    const uint32_t begin = max(__reduce_min_sync(kAllLanes, best), 1u);
+    const int32_t reaching = __popc(__ballot_sync(kAllLanes, best >= begin));
+    if (reaching < capacity) return 1;
+    return cut_keys<1>({best}, begin, reaching, capacity, kClose).begin;
+  }
+
+  // The same by the blocks with the `capacity` largest bounds.
+  __device__ __forceinline__ uint32_t better_bound(int32_t capacity) const {
+    uint32_t least = 0;  // the largest key that `capacity` keys reach
+#pragma unroll 1
+    for (uint32_t bit = 1u << 31; bit > 0; bit >>= 1) {
+      int32_t reaching = 0;
+      for_each([&](uint32_t key, int32_t) { reaching += key >= (least | bit); });
+      if (__reduce_add_sync(kAllLanes, reaching) >= capacity) least |= bit;
+    }
+    least = max(least, 1u);
+    uint32_t bound = ~0u;
+#pragma unroll 1
+    for (int32_t block = first; block < end; block += 32) {
+      const uint32_t key = source[block];
+      if (key >= least) bound = min(bound, lower_key(key, error_of(block)));
+    }
+    return max(__reduce_min_sync(kAllLanes, bound), 1u);
+  }
+
+  // Blocks that reach `least`, by id, into the list, as far as they fit. Returns how many they are.
+  __device__ __forceinline__ int32_t compact(uint32_t least) const {
+    const unsigned lower_lanes = (1u << lane) - 1;
+    int32_t place = 0;
+    for_each([&](uint32_t key, int32_t block) {
+      const bool passes = key >= least;
+      const unsigned passing = __ballot_sync(kAllLanes, passes);
+      const int32_t mine = place + __popc(passing & lower_lanes);
+      store_shared_8_if(passes && mine < kRowEntries, list + mine * 8,
+                        {key, static_cast<uint32_t>(block)});
+      place += __popc(passing);
+    });
+    __syncwarp();
+    return place;
+  }
+
+  // The row joins the list of `block`; `place`: of its entry.
+  __device__ __forceinline__ void join(const RequestLists& lists, int32_t block,
+                                       uint32_t place) const {
+    const auto list = static_cast<int32_t>(request * work.batch.max_pages + block);
+    const int32_t slot = atomicAdd(work.list_counts + int64_t{list} * kCounterStride, 1);
+    const auto begin = static_cast<int32_t>(lists.begin + int64_t{block} * lists.rows);
+    work.lists[begin + slot] =
+        static_cast<int32_t>(static_cast<uint32_t>(row) | place << kLogMostRows);
+    if (slot % kItemRows == 0) {
+      work.items[atomicAdd(work.num_items, 1)] = {begin + slot, list,
+                                                  page_of(work.batch, request, block),
+                                                  block + slot / kItemRows * kMostBlocks};
+    }
+  }
+
+  __device__ __forceinline__ void leave_word(int32_t entries) const {
+    if (lane == 0) work.row_words[row] = blocks.visible * 256 + entries;
+  }
+
+  __device__ __forceinline__ void find() const {
+    const int32_t capacity = blocks.capacity;
+    const RequestLists lists = request_lists(work, request);
+    uint32_t least = first_bound(capacity);
+    int32_t listed = compact(least);
+    if (listed > kRowEntries) {
+      least = max(least, better_bound(capacity));
+      __syncwarp();
+      listed = compact(least);
+    }
+    if (listed > kRowEntries) {
+      leave_word(kWideRow);
+#pragma unroll 1
+      for (int32_t block = first; block < end; block += 32) {
+        if (source[block] >= least && error_of(block) > 0.0f) {
+          join(lists, block, 1u << (31 - kLogMostRows));
+        }
+      }
+      return;
+    }
+
+    // Most lists leave half of what follows idle.
+    if (listed <= 32) {
+      classify<1>(lists, least, listed);
+    } else {
+      classify<2>(lists, least, listed);
+    }
+  }
+
+  // What the entries of the list are, kEach a lane; `least` is reached by all.
+  template <int kEach>
+  __device__ __forceinline__ void classify(const RequestLists& lists, uint32_t least,
+                                           int32_t listed) const {
+    const int32_t capacity = blocks.capacity;
+    uint32_t key[kEach], low[kEach];
+    int32_t block[kEach];
+    float error[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int place = lane + 32 * i;
+      const uint2 entry = load_shared_8(list + place * 8);
+      key[i] = place < listed ? entry.x : 0;
+      block[i] = place < listed ? static_cast<int32_t>(entry.y) : 0;
+      error[i] = error_of(block[i]);
+      low[i] = lower_key(key[i], error[i]);
+    }
+    // A cut that is not quite the best makes candidates, not errors.
+    const KeyCut bounds = cut_keys(key, least, listed, capacity, kClose);
+    uint32_t cut = ~0u, next = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (key[i] >= bounds.begin) cut = min(cut, low[i]);
+      if (key[i] < bounds.end) next = max(next, key[i]);
+    }
+    cut = __reduce_min_sync(kAllLanes, cut);
+    next = __reduce_max_sync(kAllLanes, next);
+    const unsigned lower_lanes = (1u << lane) - 1;
+    int32_t place = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const bool sure = low[i] > next;
+      const bool kept = key[i] > 0 && (sure || key[i] >= cut);
+      const unsigned keeping = __ballot_sync(kAllLanes, kept);
+      if (kept) {
+        const int mine = place + __popc(keeping & lower_lanes);
+        const int64_t entry = row * kRowEntries + mine;
+        work.entries[entry] = static_cast<uint16_t>(block[i] | (sure ? kSureEntry : 0));
+        if (!sure) {
+          if (error[i] > 0.0f) {
+            join(lists, block[i], mine);
+          } else {
+            work.exact[entry] = key[i];
+          }
+        }
+      }
+      place += __popc(keeping);
+    }
+    leave_word(place);
+  }
+};
+
+template <int kValues>
+__global__ void __launch_bounds__(kRowsPerCta * 32, kValues == 32 ? 4 : 8)
+    msa_find_candidates_sm90_kernel(const __grid_constant__ BoundedRows work) {
+  __shared__ uint2 lists[kRowsPerCta][kRowEntries];
+  const int warp = threadIdx.x / 32;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerCta + warp;
+  if (row >= work.num_tokens * work.num_heads) return;
+  // The kernel before this one has waited for the one that wrote the words, and writes bounds.
+  const int2 word =
+      work.token_words[work.first_token + static_cast<uint32_t>(row) / work.num_heads];
+  const RowBlocks blocks(work.rule, word.y);
+  wait_for_previous_kernel();
+  start_next_kernel();
+  if (blocks.capacity <= 0) {
+    if (threadIdx.x % 32 == 0) work.row_words[row] = blocks.visible * 256;
+    return;
+  }
+  const CandidateFinder<kValues> finder(work, row, word.x, blocks, shared_address(lists[warp]));
+  finder.find();
+}
+
+}  // namespace msa::select_blocks::sm90

@@ -1,0 +1,162 @@
+"""select_blocks of FP8 index keys in calls large enough that Hopper bounds scores first.
+
+By the shapes alone, so a wide table makes a small call large: 2^21 (row, column) pairs, 256 columns
+and 128 rows a request at least (`csrc/step2_select/sm90/bounded_select_inst.cu`). Elsewhere these
+are tests like any other.
+"""
+
+import pytest
+import torch
+
+import msa_kernels
+from msa_kernels import reference
+from tests.inputs import BLOCK, FP8, guarded, make_case, same_bits
+from tests.tolerance import assert_ids, assert_selection
+
+WIDTHS = {16384: 150, 8192: 300, 1024: 2200, 512: 4300, 300: 7100}
+"""columns of a table and how many rows make a call of it large; each width its own kernel"""
+
+
+def large(width: int, heads: int, prefix: int = 45 * BLOCK + 70, **options):
+    """One request, and a short one behind it."""
+    tokens = -(-WIDTHS[width] // heads)
+    lengths = [(tokens, prefix + tokens), (5, 21 * BLOCK)]
+    return make_case(lengths, hq=heads, hkv=heads, index_dtype=FP8, max_pages=width, **options)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_matches_reference(device, require, width, heads):
+    require("select_blocks", FP8, FP8)
+    case = large(width, heads, strided=heads % 4 == 0, device=device)
+    assert_selection(msa_kernels.select_blocks(*case.index_args), case)
+
+
+@pytest.mark.parametrize("topk", [1, 2, 8, 16, 20, 21, 32])
+@pytest.mark.parametrize("init,local", [(0, 1), (1, 0), (1, 2)])
+def test_rules(device, require, topk, init, local):
+    if init + local > topk:
+        pytest.skip("more forced blocks than K")
+    require("select_blocks", FP8, FP8)
+    case = large(8192, 3, topk=topk, values="integer", device=device)
+    rule = dict(init_blocks=init, local_blocks=local)
+    expected = reference.select_blocks(*case.index_args, topk, **rule)
+    assert_ids(msa_kernels.select_blocks(*case.index_args, topk, **rule), expected)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_ties_and_ragged_batches(device, require, width):
+    require("select_blocks", FP8, FP8)
+    tokens = WIDTHS[width] // 3
+    lengths = [(tokens, 4200 + tokens), (0, 300), (tokens, tokens), (tokens + 9, 6000 + tokens)]
+    case = make_case(
+        lengths,
+        hq=2,
+        hkv=2,
+        index_dtype=FP8,
+        max_pages=width,
+        values="integer",
+        poison="inf" if width < 1000 else "nan",
+        shared_prefix=20,
+        device=device,
+    )
+    case.block_table[0, 7] = -1
+    case.block_table[3, 9] = case.index_k_cache.size(0)
+    expected = reference.select_blocks(*case.index_args)
+    assert_ids(msa_kernels.select_blocks(*case.index_args), expected)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_scores_that_few_bits_cannot_tell_apart(device, require, width):
+    """All blocks are candidates: more than a row's list holds."""
+    require("select_blocks", FP8, FP8)
+    prefix = (45 if width < 8192 else 120) * BLOCK
+    case = large(width, 2, prefix, values="integer", device=device)
+    case.index_q[..., 3] = 256
+    case.index_k_cache[..., 3] = 256
+    expected = reference.select_blocks(*case.index_args)
+    assert_ids(msa_kernels.select_blocks(*case.index_args), expected)
+
+
+@pytest.mark.parametrize("scale", [0.0, 2.0**-9, 1.0])
+def test_equal_keys(device, require, scale):
+    """Every block ties with every other, with scores of 0 and others."""
+    require("select_blocks", FP8, FP8)
+    case = large(8192, 1, 100 * BLOCK, device=device)
+    case.index_k_cache.view(torch.uint8)[:] = case.index_k_cache.view(torch.uint8)[1, 0]
+    case.index_k_cache[:, :, 40:] = 0
+    case.index_q.copy_((case.index_q.float() * scale).to(FP8))
+    expected = reference.select_blocks(*case.index_args)
+    assert_ids(msa_kernels.select_blocks(*case.index_args), expected)
+
+
+def test_outliers(device, require):
+    """Keys and queries over the whole range of e4m3, subnormals too; few large blocks."""
+    require("select_blocks", FP8, FP8)
+    case = large(8192, 2, 100 * BLOCK, device=device)
+    generator = torch.Generator().manual_seed(5)
+    for tensor, spread in ((case.index_q, 2.0), (case.index_k_cache, 3.0)):
+        size = torch.randn(tensor.shape, generator=generator) * spread
+        values = torch.randn(tensor.shape, generator=generator) * torch.exp2(size)
+        tensor.copy_(values.clamp(-448, 448).to(tensor.device).to(FP8))
+    case.index_k_cache[:40].copy_((case.index_k_cache[:40].float() * 2.0**-6).to(FP8))
+    assert_selection(msa_kernels.select_blocks(*case.index_args), case)
+
+
+def test_nan_queries_and_keys(device, require):
+    require("select_blocks", FP8, FP8)
+    case = large(8192, 2, values="integer", device=device)
+    nan = float("nan")
+    case.index_q[0] = nan
+    case.index_q[5, 1, 7] = nan
+    case.index_k_cache[case.block_table[0, 3:40].long(), 5, 77] = nan
+    expected = reference.select_blocks(*case.index_args)
+    assert_ids(msa_kernels.select_blocks(*case.index_args), expected)
+
+
+def test_several_windows_and_out(device, require):
+    """More rows than one window of scores holds; ids are written inside their view only."""
+    require("select_blocks", FP8, FP8)
+    lengths = [(700, 3000), (900, 5000)]
+    case = make_case(
+        lengths, hq=2, hkv=2, index_dtype=FP8, max_pages=8192, values="integer", device=device
+    )
+    expected = reference.select_blocks(*case.index_args)
+    out, untouched = guarded(expected.shape, torch.int32, device)
+    assert msa_kernels.select_blocks(*case.index_args, out=out) is out
+    untouched()
+    assert_ids(out, expected)
+
+
+def test_twenty_runs_give_the_same_bits(device, require):
+    require("select_blocks", FP8, FP8)
+    case = large(512, 4, device=device)
+    ids = msa_kernels.select_blocks(*case.index_args)
+    for _ in range(19 if device != "cpu" else 1):
+        assert same_bits(msa_kernels.select_blocks(*case.index_args), ids)
+
+
+def test_graph_replays_follow_the_lengths(device, require):
+    require("select_blocks", FP8, FP8)
+    case = large(8192, 2, 60 * BLOCK, values="integer", device=device)
+    q_lens = case.cu_seqlens_q.diff().tolist()
+    longest = case.seq_lens.tolist()
+
+    def call():
+        return msa_kernels.select_blocks(*case.index_args)
+
+    case.seq_lens.copy_(torch.tensor(q_lens, dtype=torch.int32))
+    graph = None
+    if device != "cpu":
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = call()
+    for share in (0, 127, 129, 2048, 2049, 10**6, 130, 0):
+        lengths = [min(q + share, most) for q, most in zip(q_lens, longest, strict=True)]
+        case.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        if graph:
+            graph.replay()
+        ids = captured if graph else call()
+        assert_ids(ids, reference.select_blocks(*case.index_args))
