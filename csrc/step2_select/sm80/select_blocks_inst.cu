@@ -16,14 +16,17 @@ namespace {
 // Scores of a window that are written, in bytes. As much as an L2 cache holds: the top-k reads them
 // from there.
 constexpr int64_t kWindowBytes = int64_t{64} << 20;
-// And the places for them, where the caller's hint says that most of a wide table is empty.
-constexpr int64_t kWorkspaceBytes = int64_t{512} << 20;
+// And the places for them, where the caller's hint says that most of a wide table is empty. With
+// bounds a place has a list's beside it.
+constexpr int64_t kPlacesBytes = int64_t{512} << 20;
+constexpr int64_t kBoundPlacesBytes = kPlacesBytes / 2;
 constexpr int64_t kTokenMultiple = 256;  // whole tiles of the score kernels
 
 // Row-major scores of a window; `data` is the workspace.
 struct Window {
   int64_t tokens, row_blocks;
   int64_t used_blocks;  // of a row, as far as the caller's hint says
+  bool bounded;         // bounds first, exact scores where these leave it open
 };
 
 Window window_of(const SelectBlocksParams& params) {
@@ -36,9 +39,11 @@ Window window_of(const SelectBlocksParams& params) {
   if (params.max_seqlen_k > 0) {
     window.used_blocks = std::min(window.used_blocks, (params.max_seqlen_k - 1) / kBlock + 1);
   }
-  window.tokens = std::max<int64_t>(std::min(kWindowBytes / bytes(window.used_blocks),
-                                             kWorkspaceBytes / bytes(window.row_blocks)),
-                                    1);
+  window.bounded = select_blocks::sm90::bounds_pay(params, window.used_blocks);
+  const int64_t places_bytes = window.bounded ? kBoundPlacesBytes : kPlacesBytes;
+  window.tokens = std::max<int64_t>(
+      std::min(kWindowBytes / bytes(window.used_blocks), places_bytes / bytes(window.row_blocks)),
+      1);
   if (window.tokens > kTokenMultiple) window.tokens -= window.tokens % kTokenMultiple;
   window.tokens = std::min(window.tokens, params.batch.num_tokens);
   return window;
@@ -48,7 +53,7 @@ Window window_of(const SelectBlocksParams& params) {
 
 int64_t select_blocks_workspace_bytes(const SelectBlocksParams& params) {
   const Window window = window_of(params);
-  if (select_blocks::sm90::bounds_pay(params)) {
+  if (window.bounded) {
     return select_blocks::sm90::bounded_workspace_bytes(params, window.tokens, window.row_blocks);
   }
   return params.ids.num_heads * window.tokens * window.row_blocks * int64_t{sizeof(float)};
@@ -58,8 +63,7 @@ void run_select_blocks(const SelectBlocksParams& params, const ExecContext& cont
   require_built(context.op, params.index_q.dtype, params.index_k_cache.dtype);
 
   const Window window = window_of(params);
-  if (select_blocks::sm90::bounds_pay(params) &&
-      runs_sm90(context, params.index_q.dtype, params.index_k_cache.dtype)) {
+  if (window.bounded && runs_sm90(context, params.index_q.dtype, params.index_k_cache.dtype)) {
     return select_blocks::sm90::run_bounded(params, window.tokens, window.row_blocks, context);
   }
   const int64_t heads = params.ids.num_heads, num_tokens = params.batch.num_tokens;

@@ -81,14 +81,14 @@ void launch_candidates(const BoundedRows& rows, const ExecContext& context) {
 
 }  // namespace
 
-bool bounds_pay(const SelectBlocksParams& params) {
+bool bounds_pay(const SelectBlocksParams& params, int64_t used_blocks) {
   const BatchView& batch = params.batch;
   const PagedView& cache = params.index_k_cache;
   const int64_t rows = batch.num_tokens * params.ids.num_heads, requests = batch.num_requests;
   return params.index_q.dtype == DType::kFloat8E4M3 && params.rule.local_blocks > 0 &&
          params.rule.topk <= kMostTopk && params.ids.num_heads <= 64 && requests > 0 &&
-         rows > 128 * requests && batch.max_pages >= kLeastBlocks &&
-         rows * batch.max_pages >= kLeastScores && batch.max_pages <= kMostBlocks &&
+         rows > 128 * requests && used_blocks >= kLeastBlocks &&
+         rows * used_blocks >= kLeastScores && batch.max_pages <= kMostBlocks &&
          requests * batch.max_pages <= kMostTableEntries && rows < int64_t{1} << 31 &&
          cache.num_pages > 0 && cache.page_stride > 0 && cache.token_stride > 0;
 }

@@ -6,8 +6,9 @@
 
 namespace msa::select_blocks::sm90 {
 
-// Whether a call's shapes let it pay, on Hopper; lengths are not known on the host.
-bool bounds_pay(const SelectBlocksParams& params);
+// Whether a call's shapes let it pay, on Hopper; lengths are not known on the host. used_blocks: of
+// a row, the table's width or what the caller's hint says.
+bool bounds_pay(const SelectBlocksParams& params, int64_t used_blocks);
 
 // Scratch memory of windows of `window_tokens` query tokens, `row_blocks` scores a row.
 int64_t bounded_workspace_bytes(const SelectBlocksParams& params, int64_t window_tokens,
