@@ -673,6 +673,40 @@ def test_rows_of_the_remap_fit_int32(op):
         getattr(msa_kernels, op)(*case.with_(block_table=wide).attend_args)
 
 
+@pytest.mark.parametrize("op", ["index_score", "select_blocks"])
+@pytest.mark.parametrize("pages", [2**31, 2**24, 2**24 - 3])
+def test_units_of_scores_can_be_counted(op, pages):
+    """(tile, block) pairs are numbered by 32 bits; no table is too wide for one request."""
+    requests = 256 if pages >= 2**24 else 300
+    case = make_case([(1, 300)] * requests, hq=1, hkv=1)
+    wide = torch.zeros(1, 1, dtype=torch.int32).expand(requests, pages)
+    index_q, cache, _, *lengths = case.index_args
+    got = rf"got \({requests} \+ 1\) \* \({pages} \+ 2\)"
+    with pytest.raises(
+        ValueError,
+        match=rf"msa\.{op}: \(B \+ 1\) \* \(max_pages \+ 2\) must be below 2\^32.*{got}",
+    ):
+        getattr(msa_kernels, op)(index_q, cache, wide, *lengths)
+
+
+@pytest.mark.parametrize("requests,pages", [(1, 2**40), (254, 2**24)])
+def test_wide_tables_whose_units_can_be_counted(requests, pages):
+    case = make_case([(1, 300)] * requests, hq=1, hkv=1, padding_rows=0)
+    wide = torch.zeros(1, 1, dtype=torch.int32).expand(requests, pages)
+    index_q, cache, _, *lengths = case.index_args
+    ids = msa_kernels.select_blocks(index_q, cache, wide, *lengths)
+    assert torch.equal(ids[..., :4], torch.tensor([0, 1, 2, -1]).expand(1, requests, 4))
+
+
+def test_rows_of_a_selection_fit_int32():
+    scores = torch.zeros(1, 1, 20).expand(2, 2**30, 20)
+    visible = torch.zeros(1, dtype=torch.int32).expand(2**30)
+    with pytest.raises(
+        ValueError, match=r"msa\.topk_blocks: Hi \* T.* must be at most 2147483647.*2 \* 1073741824"
+    ):
+        msa_kernels.topk_blocks(scores, visible)
+
+
 def test_a_row_is_a_token_without_cu_seqlens():
     call = paged_call()
     call["cu_seqlens_q"] = None

@@ -42,7 +42,8 @@ def index_score(
         padding rows, and where the table names a page outside the cache.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that the operator does not take.
+        ValueError: a shape, dtype, device or stride that the operator does not take; or
+            (B + 1) * (max_pages + 2) is 2^32 or more (2^24 pages a request count at most).
         RuntimeError: no kernel of this build runs on the tensors' device.
 
     Notes:

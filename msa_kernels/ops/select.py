@@ -30,7 +30,8 @@ def topk_blocks(
         ids [Hi, T, K] int32: min(K, visible) block ids, ascending, then -1.
 
     Raises:
-        ValueError: a shape, dtype, device or number that the operator does not take.
+        ValueError: a shape, dtype, device or number that the operator does not take; or Hi * T is
+            2^31 or more.
         RuntimeError: no kernel of this build runs on the tensors' device.
 
     Notes:
@@ -90,7 +91,8 @@ def select_blocks(
         only -1 for padding rows. Index head h selects for KV head h.
 
     Raises:
-        ValueError: a shape, dtype, device, stride or number that the operator does not take.
+        ValueError: a shape, dtype, device, stride or number that the operator does not take; or
+            (B + 1) * (max_pages + 2) is 2^32 or more (2^24 pages a request count at most).
         RuntimeError: no kernel of this build runs on the tensors' device.
 
     Notes:
