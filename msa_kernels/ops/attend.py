@@ -66,7 +66,7 @@ def sparse_prefill(
             = stored * scale); None means 1.
         v_scale: the same for `v_cache`.
         return_lse: also return the LSE.
-        max_seqlen_q: host hint, tokens; may cost speed when wrong, never a result.
+        max_seqlen_q: host hint, tokens; taken, and used by no kernel so far.
         max_seqlen_k: host hint, tokens; the same.
         batch_invariant: give a token the same bits whatever else is in the batch. Without it the
             GPU may sum the blocks that neighbouring tokens share in another order; agreement is
@@ -89,6 +89,8 @@ def sparse_prefill(
         Padding rows, and rows with nothing to attend to, give out 0 and LSE -inf. Slots of the
         cache that no token of the row's range was written to may hold NaN. FP32 accumulation and
         softmax. The same call gives the same bits every time. Forward only: there is no backward.
+        A `q` or cache with a stride of 0, as `expand` makes, takes the portable kernel on Hopper
+        too, which is slower: the Hopper kernels' tensor maps have no such strides.
     Cost:
         FLOPs: keys attended * Hq * D * 4. Bytes: docs/kernels/sparse_prefill.md.
     Source:
@@ -143,8 +145,8 @@ def sparse_decode(
         k_scale: float, or float32 tensor of 1 or Hkv elements, for float8_e4m3fn caches only.
         v_scale: the same for `v_cache`.
         return_lse: also return the LSE.
-        max_seqlen_q: host hint, tokens.
-        max_seqlen_k: host hint, tokens.
+        max_seqlen_q: host hint, tokens; taken, and used by no kernel so far.
+        max_seqlen_k: host hint, tokens; the same.
         out: [T, Hq, D] of q's dtype to write into; allocated when None.
         lse: [T, Hq] float32 to write into; only together with `out`.
 
@@ -210,7 +212,7 @@ def paged_decode(
         k_scale: float, or float32 tensor of 1 or Hkv elements, for float8_e4m3fn caches only.
         v_scale: the same for `v_cache`.
         return_lse: also return the LSE.
-        max_seqlen_q: host hint, tokens; may cost speed when wrong, never a result.
+        max_seqlen_q: host hint, tokens; taken, and used by no kernel so far.
         max_seqlen_k: host hint, tokens; the same.
         out: [T, Hq, D] of q's dtype to write into, token and head strides free; allocated when
             None. Must not overlap an input.

@@ -67,9 +67,11 @@ def select_blocks(
     max_seqlen_k: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Scores and selects in one call, without the scores in memory.
+    """Scores and selects in one call, with a bounded workspace.
 
-    The result is that of `topk_blocks(index_score(...), visible_blocks(...), ...)`.
+    The result is that of `topk_blocks(index_score(...), visible_blocks(...), ...)`. CUDA writes the
+    scores of a window of query tokens to a workspace, whose top-k a second launch takes; the CPU
+    keeps no scores.
 
     Args:
         index_q: [T, Hi, Di = 128] float32, bfloat16 or float8_e4m3fn; strides free, last dimension
@@ -82,8 +84,8 @@ def select_blocks(
         topk: K, 1 to 32.
         init_blocks: first blocks always selected, counted among the K.
         local_blocks: last visible blocks always selected (1: the token's own), counted among the K.
-        max_seqlen_q: host hint, tokens; may cost speed when wrong, never a result.
-        max_seqlen_k: host hint, tokens; the same.
+        max_seqlen_q: host hint, tokens, used on a GPU (see `index_score`).
+        max_seqlen_k: host hint, tokens; taken, and used by no kernel so far.
         out: [Hi, T, K] int32 to write into, strides free; allocated (contiguous) when None.
 
     Returns:
@@ -96,10 +98,12 @@ def select_blocks(
         RuntimeError: no kernel of this build runs on the tensors' device.
 
     Notes:
-        Ties, NaN and determinism as in `topk_blocks`. Workspace does not grow with the context.
+        Ties, NaN and determinism as in `topk_blocks`. The workspace is of Hi * max_pages scores a
+        token, for as many tokens as fit 64 MiB (one at least).
     Cost:
         FLOPs: sum over tokens of (pos + 1) * Hi * Di * 2. Bytes: the index keys of the visible
-        blocks once.
+        blocks once for each tile of query tokens (see `index_score`); CUDA also writes and reads
+        the scores, 4 bytes each, which mostly stay in L2.
     Source:
         `MiniMaxM3VLIndexer` of transformers 5.24.0 (Apache-2.0) defines the selection.
     """
