@@ -86,7 +86,11 @@ def schedule_call():
 def view_call():
     call = attend_call()
     names = ("ids", "block_table", "cu_seqlens_q", "seq_lens", "k_cache", "v_cache")
-    return {name: call[name] for name in names}
+    rows = call["ids"].size(0) * call["ids"].size(1)
+    return {name: call[name] for name in names} | {
+        "page_table": torch.full((rows, call["ids"].size(2)), -7, dtype=INT32),
+        "kv_lens": torch.full((rows,), -7, dtype=INT32),
+    }
 
 
 def merge_call():
@@ -494,6 +498,17 @@ MEDIA_DTYPE = [
     ("dtype", number(torch.uint8), "float32 or bfloat16, got uint8"),
 ]
 
+VIEW_OUT = [
+    ("page_table", to(INT64), "int32.*got int64"),
+    ("page_table", shorter(0), r"\[T \* Hkv, K\] = \[16, 16\], got \[15, 16\]"),
+    ("page_table", shorter(1), r"got \[16, 15\]"),
+    ("page_table", flat, r"\[T \* Hkv, K\]"),
+    ("page_table", overlapping, "without overlap"),
+    ("kv_lens", to(torch.float32), "int32.*got float32"),
+    ("kv_lens", longer(0), r"\[T \* Hkv\] = \[16\], got \[17\]"),
+    ("kv_lens", overlapping, "without overlap"),
+]
+
 PAGED_BATCH = [
     ({"block_table": "page_table", "seq_lens": "kv_lens"}.get(name, name), spoil, text)
     for name, spoil, text in BATCH
@@ -506,7 +521,7 @@ TABLES = [
     ("topk_blocks", topk_call, TOPK + RULE + IDS_OUT),
     ("select_blocks", select_call, INDEX + BATCH + RULE + IDS_OUT),
     ("kv_block_schedule", schedule_call, IDS + SCHEDULE),
-    ("decode_view", view_call, IDS + BATCH),
+    ("decode_view", view_call, IDS + BATCH + VIEW_OUT),
     ("sparse_prefill", attend_call, ATTEND + BATCH + IDS + IDS_OF_Q),
     ("sparse_prefill", fp8_attend_call, SCALES),
     ("sparse_decode", attend_call, ATTEND + BATCH + IDS + IDS_OF_Q),

@@ -237,7 +237,8 @@ void check_kv_block_schedule(const TensorInfo& ids, const TensorInfo& cu_seqlens
 }
 
 void check_decode_view(const TensorInfo& ids, const BatchArgs& batch, int64_t num_pages,
-                       int64_t page_step, int64_t head_step) {
+                       int64_t page_step, int64_t head_step, const TensorInfo& page_table,
+                       const TensorInfo& kv_lens) {
   const Checker check("decode_view");
   check_ids_in(check, ids, kAnySize, kAnySize, ids);
   check_batch(check, batch, ids);
@@ -248,6 +249,19 @@ void check_decode_view(const TensorInfo& ids, const BatchArgs& batch, int64_t nu
                             std::max<int64_t>(ids.size(0) - 1, 0) * head_step;
   check.in_range("the last view page, (num_pages - 1) * page_step + (Hkv - 1) * head_step,",
                  last_page, 0, kInt32Max);
+  const int64_t num_rows = ids.size(0) * ids.size(1);
+  if (page_table.defined) {
+    check.dtype(page_table, {DType::kInt32});
+    check.shape(page_table, "[T * Hkv, K]", {num_rows, ids.size(2)});
+    check.same_device(page_table, ids);
+    check.no_overlap(page_table);
+  }
+  if (kv_lens.defined) {
+    check.dtype(kv_lens, {DType::kInt32});
+    check.shape(kv_lens, "[T * Hkv]", {num_rows});
+    check.same_device(kv_lens, ids);
+    check.no_overlap(kv_lens);
+  }
 }
 
 void check_sparse_attend(const char* op, const TensorInfo& q, const TensorInfo& k_cache,
