@@ -116,7 +116,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
         "| " + " | ".join([*_COLUMNS, *peers]) + " |",
         "| " + " | ".join(["---"] * (len(_COLUMNS) + len(peers))) + " |",
     ]
-    last_commit = by_date(rows)[-1].commit
+    last_commit = _commit(by_date(rows)[-1])
     by_key: dict[tuple, dict[str | None, Row]] = defaultdict(dict)
     for row in rows:
         by_key[row.key][row.peer] = row
@@ -126,7 +126,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
         shape = " ".join(f"{k} {v}" for k, v in newest.shape.items() if k not in ("K", "q"))
         if newest.phase == "decode" and "q" in newest.shape:
             shape += f" q {newest.shape['q']}"
-        commit = _commit(newest) + ("" if newest.commit == last_commit else " old")
+        commit = _commit(newest) + ("" if _commit(newest) == last_commit else " old")
         cells = [shape, newest.dtype, newest.pattern, _FLUSH[newest.flush], commit]
         cells += _ours(newest)
         if _unsteady(newest):
@@ -169,7 +169,7 @@ def _peer(row: Row, line: Row) -> str:
         words += f", {_ratio(row.ratio)}"
         if (row.date, row.us) != (line.date, line.us):
             words += f" of {_us(row.us)}"
-    if row.commit != line.commit:
+    if _commit(row) != _commit(line):
         words += f" at {_commit(row)}"
     return f"{_us(row.peer_us)} ({words})"
 

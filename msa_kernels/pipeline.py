@@ -53,7 +53,7 @@ class Batch(NamedTuple):
     max_seqlen_q: int | None = None
     """host hint, tokens; the selection uses it on a GPU"""
     max_seqlen_k: int | None = None
-    """host hint, tokens; used by no kernel so far"""
+    """host hint, tokens; the selection and the prefill path use it on a GPU"""
 
 
 def msa_attention(

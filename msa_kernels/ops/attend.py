@@ -67,7 +67,10 @@ def sparse_prefill(
         v_scale: the same for `v_cache`.
         return_lse: also return the LSE.
         max_seqlen_q: host hint, tokens; taken, and used by no kernel so far.
-        max_seqlen_k: host hint, tokens; the same.
+        max_seqlen_k: host hint, largest seq_len in tokens. Up to 128 * K, where nothing is left out
+            by the selection, Hopper attends by tiles of requests without a remap, as it does for a
+            table of K pages (G 8 and 16, without `batch_invariant`); a wrong one costs speed and at
+            most a rounding.
         batch_invariant: give a token the same bits whatever else is in the batch. Without it the
             GPU may sum the blocks that neighbouring tokens share in another order; agreement is
             then to rounding. Costs speed where selections are coherent (docs/numerics.md).

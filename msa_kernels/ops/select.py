@@ -85,7 +85,8 @@ def select_blocks(
         init_blocks: first blocks always selected, counted among the K.
         local_blocks: last visible blocks always selected (1: the token's own), counted among the K.
         max_seqlen_q: host hint, tokens, used on a GPU (see `index_score`).
-        max_seqlen_k: host hint, tokens; taken, and used by no kernel so far.
+        max_seqlen_k: host hint, largest seq_len in tokens. Where it says that most of a wide table
+            is empty, CUDA scores more query tokens at a time; a wrong one costs speed alone.
         out: [Hi, T, K] int32 to write into, strides free; allocated (contiguous) when None.
 
     Returns:
@@ -98,8 +99,9 @@ def select_blocks(
         RuntimeError: no kernel of this build runs on the tensors' device.
 
     Notes:
-        Ties, NaN and determinism as in `topk_blocks`. The workspace is of Hi * max_pages scores a
-        token, for as many tokens as fit 64 MiB (one at least).
+        Ties, NaN and determinism as in `topk_blocks`. The workspace has places for Hi * max_pages
+        scores a token, for as many tokens as write 64 MiB of scores (one at least); it is no larger
+        than that without `max_seqlen_k`, and at most 512 MiB with it.
     Cost:
         FLOPs: sum over tokens of (pos + 1) * Hi * Di * 2. Bytes: the index keys of the visible
         blocks once for each tile of query tokens (see `index_score`); CUDA also writes and reads
