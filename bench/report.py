@@ -282,7 +282,7 @@ def _roofline(rows: Sequence[Row], flush: str, folder: Path) -> Path:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    ceilings = rows[-1].ceilings
+    ceilings = by_date(rows)[-1].ceilings
     peak, bandwidth = ceilings["gemm_bf16_tflops"], ceilings["read_tbps"]
     points: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
@@ -300,7 +300,8 @@ def _roofline(rows: Sequence[Row], flush: str, folder: Path) -> Path:
     axes.plot(edges, [min(peak, x * bandwidth) for x in edges], color="black", linewidth=1)
     markers = dict(zip(sorted({op for _, op in points}), "osD^vP*Xd<>hp", strict=False))
     colours = {
-        n: f"C{i}" for i, n in enumerate(sorted({n for n, _ in points}, key=lambda n: n != "ours"))
+        n: f"C{i}"
+        for i, n in enumerate(sorted({n for n, _ in points}, key=lambda n: (n != "ours", n)))
     }
     for (name, op), found in points.items():
         x, y = zip(*sorted(set(found)), strict=True)
