@@ -86,7 +86,8 @@ def select_blocks(
         local_blocks: last visible blocks always selected (1: the token's own), counted among the K.
         max_seqlen_q: host hint, tokens, used on a GPU (see `index_score`).
         max_seqlen_k: host hint, largest seq_len in tokens. Where it says that most of a wide table
-            is empty, CUDA scores more query tokens at a time; a wrong one costs speed alone.
+            is empty, CUDA scores more query tokens at a time and takes the top-k of shorter rows; a
+            wrong one costs speed alone.
         out: [Hi, T, K] int32 to write into, strides free; allocated (contiguous) when None.
 
     Returns:
@@ -100,8 +101,9 @@ def select_blocks(
 
     Notes:
         Ties, NaN and determinism as in `topk_blocks`. The workspace has places for Hi * max_pages
-        scores a token, for as many tokens as write 64 MiB of scores (one at least); it is no larger
-        than that without `max_seqlen_k`, and at most 512 MiB with it.
+        scores a token, for as many tokens as write 64 MiB of scores (one at least): 64 MiB without
+        `max_seqlen_k`, at most 512 MiB with it. Large calls with an FP8 index take about as much
+        again on Hopper (docs/kernels/select_blocks.md).
     Cost:
         FLOPs: sum over tokens of (pos + 1) * Hi * Di * 2. Bytes: the index keys of the visible
         blocks once for each tile of query tokens (see `index_score`); CUDA also writes and reads
