@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .rows import Row, latest
+from .rows import Row, by_date, latest
 
 NOISE = 0.02
 """relative difference that no verdict is given on, whatever the spread: what a second run shows"""
@@ -65,7 +65,7 @@ def _judge(name: str, ours: bool, old: tuple | None, new: tuple | None) -> Verdi
 def _measurements(rows: Iterable[Row]) -> dict[tuple[str, bool], tuple]:
     """(name, ours) -> (us, p10, p90, ok) of everything that was timed, or found wrong."""
     found = {}
-    for row in latest(rows):
+    for row in by_date(latest(rows)):  # ours stands beside several peers: the newest counts
         if row.us is not None or row.ok is False:
             found[_name(row), True] = (row.us, row.p10, row.p90, row.ok)
         if row.peer is not None and (row.peer_us is not None or row.peer_ok is False):

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .rows import Row, latest, weighted_means
+from .rows import Row, by_date, latest, weighted_means
 
 _FLUSH = {"dirty": "d", "clean": "c", "none": "w"}
 
@@ -17,12 +17,13 @@ def markdown(
     see_also: str = "",
 ) -> str:
     """The whole report: machine and ceilings, mixes, a table for each operator and phase."""
+    means = _means(rows)
     rows = latest(rows)
     lines = [f"# {title}", "", _LEGEND, ""]
     if see_also:
         lines += [see_also, ""]
     lines += ["## Machine", "", *_machine(rows), ""]
-    if means := _means(rows):
+    if means:
         lines += ["## Mixes", "", *means, ""]
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
@@ -44,13 +45,16 @@ _LEGEND = (
     "(`bench/timing.py`). TFLOP/s count useful products, TB/s the fewest bytes "
     "(`bench/counters.py`); the share is that of the ceiling which bounds the operator, measured "
     "in the same run. A ratio is the peer's time over ours, from the same shuffled loop: above 1, "
-    'ours is faster. "-": not measured, with the reason below the table.'
+    "ours is faster. Where that loop is not the one of the line's own time, ours in it stands "
+    'after "of", and where it is of another commit, that stands after "at". A line is of the '
+    'commit that it names; of those marked "old" other lines of their table are newer, and the '
+    'kernels may have changed since. "-": not measured, with the reason below the table.'
 )
 
 
 def _machine(rows: Sequence[Row]) -> list[str]:
     lines, seen = [], set()
-    for row in reversed(rows):
+    for row in reversed(by_date(rows)):
         name = (row.gpu, row.commit, row.machine.get("torch"), row.machine.get("kernels"))
         if name in seen:
             continue
@@ -68,7 +72,7 @@ def _machine(rows: Sequence[Row]) -> list[str]:
             )
         ceilings = ", ".join(f"{k} {v:.4g}" for k, v in row.ceilings.items())
         lines.append(
-            f"- {row.gpu}: commit {row.commit}, last row {row.date}; {versions}.{clocks} "
+            f"- {row.gpu}: commit {_commit(row)}, last row {row.date}; {versions}.{clocks} "
             f"Ceilings: {ceilings}."
         )
     peers = {r.peer: r.peer_version for r in rows if r.peer and r.peer_version}
@@ -103,24 +107,27 @@ def _means(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+_COLUMNS = ("shape", "dtype", "selection", "L2", "commit", "ours us", "rate", "share")
+
+
 def _table(rows: Sequence[Row]) -> list[str]:
     peers = list(dict.fromkeys(row.peer for row in rows if row.peer))
     lines = [
-        "| "
-        + " | ".join(["shape", "dtype", "selection", "L2", "ours us", "rate", "share", *peers])
-        + " |",
-        "| " + " | ".join(["---"] * (7 + len(peers))) + " |",
+        "| " + " | ".join([*_COLUMNS, *peers]) + " |",
+        "| " + " | ".join(["---"] * (len(_COLUMNS) + len(peers))) + " |",
     ]
+    last_commit = _commit(by_date(rows)[-1])
     by_key: dict[tuple, dict[str | None, Row]] = defaultdict(dict)
     for row in rows:
         by_key[row.key][row.peer] = row
     notes: dict[str, None] = {}
     for group in by_key.values():
-        newest = max(group.values(), key=lambda row: row.date)
+        newest = by_date(group.values())[-1]
         shape = " ".join(f"{k} {v}" for k, v in newest.shape.items() if k not in ("K", "q"))
         if newest.phase == "decode" and "q" in newest.shape:
             shape += f" q {newest.shape['q']}"
-        cells = [shape, newest.dtype, newest.pattern, _FLUSH[newest.flush]]
+        commit = _commit(newest) + ("" if _commit(newest) == last_commit else " old")
+        cells = [shape, newest.dtype, newest.pattern, _FLUSH[newest.flush], commit]
         cells += _ours(newest)
         if _unsteady(newest):
             notes[_UNSTEADY] = None
@@ -128,7 +135,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
             notes[f"ours: {newest.reason}"] = None
         for name in peers:
             row = group.get(name)
-            cells.append(_peer(row) if row else "")
+            cells.append(_peer(row, newest) if row else "")
             if row and row.peer_reason:
                 notes[f"{name}: {row.peer_reason}"] = None
         lines.append("| " + " | ".join(cells) + " |")
@@ -153,12 +160,23 @@ def _ours(row: Row) -> list[str]:
     return [time, _rate(row.bound_by, row.tflops, row.tbps), f"{row.peak_share:.0%}"]
 
 
-def _peer(row: Row) -> str:
+def _peer(row: Row, line: Row) -> str:
+    """A peer's cell in a line whose own time is that of `line`."""
     if row.peer_us is None:
         return "WRONG" if row.peer_ok is False else "-"
-    rate = _rate(row.bound_by, row.peer_tflops, row.peer_tbps)
-    ratio = f", {_ratio(row.ratio)}" if row.ratio is not None else ""
-    return f"{_us(row.peer_us)} ({rate}{ratio})"
+    words = _rate(row.bound_by, row.peer_tflops, row.peer_tbps)
+    if row.ratio is not None:
+        words += f", {_ratio(row.ratio)}"
+        if (row.date, row.us) != (line.date, line.us):
+            words += f" of {_us(row.us)}"
+    if _commit(row) != _commit(line):
+        words += f" at {_commit(row)}"
+    return f"{_us(row.peer_us)} ({words})"
+
+
+def _commit(row: Row) -> str:
+    """Short, with the + of a checkout that had changes."""
+    return row.commit[:7] + ("+" if row.commit.endswith("+") else "")
 
 
 def _rate(bound_by: str | None, tflops: float, tbps: float) -> str:
@@ -210,7 +228,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
 def _series(rows: Sequence[Row]) -> dict[str, list[tuple[int, float, float | None]]]:
     """Name -> (context, us, ratio), ascending."""
     points: dict[str, dict[int, tuple[float, float | None]]] = defaultdict(dict)
-    for row in rows:
+    for row in by_date(rows):
         if row.us is not None:
             points["ours"][row.shape["ctx"]] = (row.us, 1.0)
         if row.peer_us is not None:
@@ -264,7 +282,7 @@ def _roofline(rows: Sequence[Row], flush: str, folder: Path) -> Path:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    ceilings = rows[-1].ceilings
+    ceilings = by_date(rows)[-1].ceilings
     peak, bandwidth = ceilings["gemm_bf16_tflops"], ceilings["read_tbps"]
     points: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
@@ -282,7 +300,8 @@ def _roofline(rows: Sequence[Row], flush: str, folder: Path) -> Path:
     axes.plot(edges, [min(peak, x * bandwidth) for x in edges], color="black", linewidth=1)
     markers = dict(zip(sorted({op for _, op in points}), "osD^vP*Xd<>hp", strict=False))
     colours = {
-        n: f"C{i}" for i, n in enumerate(sorted({n for n, _ in points}, key=lambda n: n != "ours"))
+        n: f"C{i}"
+        for i, n in enumerate(sorted({n for n, _ in points}, key=lambda n: (n != "ours", n)))
     }
     for (name, op), found in points.items():
         x, y = zip(*sorted(set(found)), strict=True)

@@ -104,12 +104,23 @@ def append(path: str | Path, rows: Iterable[Row]) -> None:
         file.writelines(row.to_json() + "\n" for row in rows)
 
 
-def latest(rows: Iterable[Row]) -> list[Row]:
-    """Of rows that measure the same beside the same peer, the last; in the order of the first."""
+def latest(rows: Iterable[Row], *, of_each_preset: bool = False) -> list[Row]:
+    """Of rows that measure the same beside the same peer, the newest; in the order of the first.
+
+    `of_each_preset`: one for every preset that has such a row, as the means of mixes need. Of rows
+    with one date the last counts.
+    """
     kept: dict[tuple, Row] = {}
     for row in rows:
-        kept[(*row.key, row.peer, row.preset)] = row
+        key = (*row.key, row.peer, row.preset if of_each_preset else None)
+        if key not in kept or row.date >= kept[key].date:
+            kept[key] = row
     return list(kept.values())
+
+
+def by_date(rows: Iterable[Row]) -> list[Row]:
+    """The oldest first."""
+    return sorted(rows, key=lambda row: row.date)
 
 
 @dataclass
@@ -134,7 +145,7 @@ class WeightedMean:
 def weighted_means(rows: Iterable[Row]) -> list[WeightedMean]:
     """The headline of each mix (preset whose rows have weights), per operator, pattern and peer."""
     groups: dict[tuple, list[Row]] = defaultdict(list)
-    for row in latest(rows):
+    for row in latest(rows, of_each_preset=True):
         if row.weight is not None:
             key = (row.preset, row.op, row.dtype, row.pattern, row.flush, row.peer)
             groups[key].append(row)

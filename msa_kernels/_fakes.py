@@ -69,6 +69,7 @@ _FAKES = {
     "select_blocks.out": _nothing,
     "kv_block_schedule": _kv_block_schedule,
     "decode_view": _decode_view,
+    "decode_view.out": _nothing,
     "sparse_prefill": _attend,
     "sparse_prefill.out": _nothing,
     "sparse_decode": _attend,

@@ -51,9 +51,9 @@ class Batch(NamedTuple):
     num_decode_tokens: int = 0
     """host integer, cu_seqlens_q[num_decode_requests], tokens"""
     max_seqlen_q: int | None = None
-    """host hint, tokens"""
+    """host hint, tokens; the selection uses it on a GPU"""
     max_seqlen_k: int | None = None
-    """host hint, tokens"""
+    """host hint, tokens; the selection and the prefill path use it on a GPU"""
 
 
 def msa_attention(

@@ -53,12 +53,14 @@ def calls(strided):
     yield "select_blocks.out", ops.select_blocks.out, (*case.index_args, 16), {"ids": ids}
     yield "kv_block_schedule", ops.kv_block_schedule.default, remap, {}
     yield "kv_block_schedule, 3 an item", ops.kv_block_schedule.default, (*remap, 3), {}
-    yield (
-        "decode_view",
-        ops.decode_view.default,
-        (case.ids, *case.batch, case.k_cache.size(0), 2, 1),
-        {},
-    )
+    view = (case.ids, *case.batch, case.k_cache.size(0), 2, 1)
+    page_table = output((tokens * heads, case.ids.size(2)), torch.int32, strided)
+    view_out = {
+        "page_table": page_table,
+        "kv_lens": output((tokens * heads,), torch.int32, strided),
+    }
+    yield "decode_view", ops.decode_view.default, view, {}
+    yield "decode_view.out", ops.decode_view.out, view, view_out
     for name in ("sparse_prefill", "sparse_decode"):
         op = getattr(ops, name)
         yield name, op.default, case.attend_args, {}
@@ -190,6 +192,18 @@ def public_calls(case):
     yield (
         "decode_view",
         lambda: tuple(msa_kernels.decode_view(case.ids, *case.batch, case.k_cache, case.v_cache)),
+    )
+    rows = tokens * case.ids.size(0)
+    table, lens = torch.empty(rows, 2 * case.ids.size(2)).int()[:, ::2], torch.empty(rows).int()
+    yield (
+        "decode_view, out",
+        lambda: tuple(
+            msa_kernels.decode_view(
+                *(case.ids, *case.batch, case.k_cache, case.v_cache),
+                page_table=table,
+                kv_lens=lens,
+            )
+        ),
     )
     for name in ("sparse_prefill", "sparse_decode"):
         function = getattr(msa_kernels, name)

@@ -86,7 +86,11 @@ def schedule_call():
 def view_call():
     call = attend_call()
     names = ("ids", "block_table", "cu_seqlens_q", "seq_lens", "k_cache", "v_cache")
-    return {name: call[name] for name in names}
+    rows = call["ids"].size(0) * call["ids"].size(1)
+    return {name: call[name] for name in names} | {
+        "page_table": torch.full((rows, call["ids"].size(2)), -7, dtype=INT32),
+        "kv_lens": torch.full((rows,), -7, dtype=INT32),
+    }
 
 
 def merge_call():
@@ -494,6 +498,17 @@ MEDIA_DTYPE = [
     ("dtype", number(torch.uint8), "float32 or bfloat16, got uint8"),
 ]
 
+VIEW_OUT = [
+    ("page_table", to(INT64), "int32.*got int64"),
+    ("page_table", shorter(0), r"\[T \* Hkv, K\] = \[16, 16\], got \[15, 16\]"),
+    ("page_table", shorter(1), r"got \[16, 15\]"),
+    ("page_table", flat, r"\[T \* Hkv, K\]"),
+    ("page_table", overlapping, "without overlap"),
+    ("kv_lens", to(torch.float32), "int32.*got float32"),
+    ("kv_lens", longer(0), r"\[T \* Hkv\] = \[16\], got \[17\]"),
+    ("kv_lens", overlapping, "without overlap"),
+]
+
 PAGED_BATCH = [
     ({"block_table": "page_table", "seq_lens": "kv_lens"}.get(name, name), spoil, text)
     for name, spoil, text in BATCH
@@ -506,7 +521,7 @@ TABLES = [
     ("topk_blocks", topk_call, TOPK + RULE + IDS_OUT),
     ("select_blocks", select_call, INDEX + BATCH + RULE + IDS_OUT),
     ("kv_block_schedule", schedule_call, IDS + SCHEDULE),
-    ("decode_view", view_call, IDS + BATCH),
+    ("decode_view", view_call, IDS + BATCH + VIEW_OUT),
     ("sparse_prefill", attend_call, ATTEND + BATCH + IDS + IDS_OF_Q),
     ("sparse_prefill", fp8_attend_call, SCALES),
     ("sparse_decode", attend_call, ATTEND + BATCH + IDS + IDS_OF_Q),
@@ -671,6 +686,40 @@ def test_rows_of_the_remap_fit_int32(op):
         ValueError, match=rf"msa\.{op}: Hkv \* B \* max_blocks must be.*got \d+ \* 2 \* 1073741824"
     ):
         getattr(msa_kernels, op)(*case.with_(block_table=wide).attend_args)
+
+
+@pytest.mark.parametrize("op", ["index_score", "select_blocks"])
+@pytest.mark.parametrize("pages", [2**31, 2**24, 2**24 - 3])
+def test_units_of_scores_can_be_counted(op, pages):
+    """(tile, block) pairs are numbered by 32 bits; no table is too wide for one request."""
+    requests = 256 if pages >= 2**24 else 300
+    case = make_case([(1, 300)] * requests, hq=1, hkv=1)
+    wide = torch.zeros(1, 1, dtype=torch.int32).expand(requests, pages)
+    index_q, cache, _, *lengths = case.index_args
+    got = rf"got \({requests} \+ 1\) \* \({pages} \+ 2\)"
+    with pytest.raises(
+        ValueError,
+        match=rf"msa\.{op}: \(B \+ 1\) \* \(max_pages \+ 2\) must be below 2\^32.*{got}",
+    ):
+        getattr(msa_kernels, op)(index_q, cache, wide, *lengths)
+
+
+@pytest.mark.parametrize("requests,pages", [(1, 2**40), (254, 2**24)])
+def test_wide_tables_whose_units_can_be_counted(requests, pages):
+    case = make_case([(1, 300)] * requests, hq=1, hkv=1, padding_rows=0)
+    wide = torch.zeros(1, 1, dtype=torch.int32).expand(requests, pages)
+    index_q, cache, _, *lengths = case.index_args
+    ids = msa_kernels.select_blocks(index_q, cache, wide, *lengths)
+    assert torch.equal(ids[..., :4], torch.tensor([0, 1, 2, -1]).expand(1, requests, 4))
+
+
+def test_rows_of_a_selection_fit_int32():
+    scores = torch.zeros(1, 1, 20).expand(2, 2**30, 20)
+    visible = torch.zeros(1, dtype=torch.int32).expand(2**30)
+    with pytest.raises(
+        ValueError, match=r"msa\.topk_blocks: Hi \* T.* must be at most 2147483647.*2 \* 1073741824"
+    ):
+        msa_kernels.topk_blocks(scores, visible)
 
 
 def test_a_row_is_a_token_without_cu_seqlens():

@@ -46,6 +46,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> launch_kv_block_schedule(const Tensor
 TwoTensors launch_decode_view(const Tensor& ids, const Tensor& block_table,
                               const Tensor& cu_seqlens_q, const Tensor& seq_lens, int64_t num_pages,
                               int64_t page_step, int64_t head_step);
+void launch_decode_view_out(const Tensor& ids, const Tensor& block_table,
+                            const Tensor& cu_seqlens_q, const Tensor& seq_lens, int64_t num_pages,
+                            int64_t page_step, int64_t head_step, const Tensor& page_table,
+                            const Tensor& kv_lens);
 
 TwoTensors launch_sparse_prefill(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                                  const Tensor& ids, const Tensor& block_table,

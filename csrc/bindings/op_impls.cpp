@@ -18,6 +18,7 @@ MSA_LIBRARY_IMPL(MSA_DISPATCH_KEY, m) {
   m.impl("select_blocks.out", MSA_BOX(launch_select_blocks_out));
   m.impl("kv_block_schedule", MSA_BOX(launch_kv_block_schedule));
   m.impl("decode_view", MSA_BOX(launch_decode_view));
+  m.impl("decode_view.out", MSA_BOX(launch_decode_view_out));
   m.impl("sparse_prefill", MSA_BOX(launch_sparse_prefill));
   m.impl("sparse_prefill.out", MSA_BOX(launch_sparse_prefill_out));
   m.impl("sparse_decode", MSA_BOX(launch_sparse_decode));

@@ -57,6 +57,10 @@ STABLE_TORCH_LIBRARY(msa, m) {
   m.def(
       "decode_view(Tensor ids, Tensor block_table, Tensor cu_seqlens_q, Tensor seq_lens, "
       "int num_pages, int page_step, int head_step) -> (Tensor, Tensor)");
+  m.def(
+      "decode_view.out(Tensor ids, Tensor block_table, Tensor cu_seqlens_q, Tensor seq_lens, "
+      "int num_pages, int page_step, int head_step, *, Tensor(a!) page_table, "
+      "Tensor(b!) kv_lens) -> ()");
 
   // step 4, attend: -> (out [T, Hq, D] in q's dtype, lse f32 [T, Hq], or [0] unless asked for).
   m.def(

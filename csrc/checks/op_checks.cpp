@@ -6,6 +6,7 @@
 #include "checks/tensor_checks.h"
 #include "host/errors.h"
 #include "media/normalize_patches_params.h"
+#include "step1_score/score_plan.h"
 #include "step5_merge/merge_lse_params.h"
 
 namespace msa {
@@ -56,6 +57,12 @@ void check_index_inputs(const Checker& check, const TensorInfo& index_q,
   check.same_dtype(index_k_cache, index_q);
   check_rows(check, index_k_cache, "[pages, 128, Di]", {kAnySize, kBlock, kHeadDim}, index_q);
   check_batch(check, batch, index_q);
+  const int64_t num_requests = batch.seq_lens.size(0), max_pages = batch.block_table.size(1);
+  if (!units_can_be_counted(num_requests, max_pages)) {
+    check.fail(concat("(B + 1) * (max_pages + ", kMaxTileCost, ")"),
+               concat("below 2^32, where pages past ", kMaxBlocks, " of a request do not count"),
+               concat("(", num_requests, " + 1) * (", max_pages, " + ", kMaxTileCost, ")"));
+  }
 }
 
 void check_ids_out(const Checker& check, const TensorInfo& ids, int64_t num_heads,
@@ -75,14 +82,14 @@ void check_ids_in(const Checker& check, const TensorInfo& ids, int64_t num_heads
   check.same_device(ids, device_of);
 }
 
+// Whether a * b > most; the product could wrap, as sizes of expanded tensors are without limit.
+bool product_exceeds(int64_t a, int64_t b, int64_t most) { return a > 0 && b > most / a; }
+
 // Rows and pairs of a remap are numbered by int32.
 void check_schedule_sizes(const Checker& check, const TensorInfo& ids, const TensorInfo& seq_lens,
                           int64_t max_blocks) {
   check.in_range("Hkv * T * K", ids.numel(), 0, kInt32Max);
-  // By division: a table expanded from one entry is as wide as it likes, and the product could
-  // wrap.
-  const int64_t head_requests = ids.size(0) * seq_lens.size(0);
-  if (head_requests > 0 && max_blocks > (kInt32Max - 1) / head_requests) {
+  if (product_exceeds(ids.size(0) * seq_lens.size(0), max_blocks, kInt32Max - 1)) {
     check.fail("Hkv * B * max_blocks", concat("at most ", kInt32Max - 1),
                concat(ids.size(0), " * ", seq_lens.size(0), " * ", max_blocks));
   }
@@ -200,8 +207,13 @@ void check_topk_blocks(const TensorInfo& scores, const TensorInfo& visible_block
   check.dtype(visible_blocks, {DType::kInt32});
   check.shape(visible_blocks, "[T]", {scores.size(1)});
   check.same_device(visible_blocks, scores);
+  const int64_t num_heads = scores.size(0), num_tokens = scores.size(1);
+  if (product_exceeds(num_heads, num_tokens, kInt32Max)) {
+    check.fail("Hi * T, the rows of scores,", concat("at most ", kInt32Max),
+               concat(num_heads, " * ", num_tokens));
+  }
   check_select_rule(check, topk, init_blocks, local_blocks);
-  check_ids_out(check, ids, scores.size(0), scores.size(1), topk, scores);
+  check_ids_out(check, ids, num_heads, num_tokens, topk, scores);
 }
 
 void check_select_blocks(const TensorInfo& index_q, const TensorInfo& index_k_cache,
@@ -225,7 +237,8 @@ void check_kv_block_schedule(const TensorInfo& ids, const TensorInfo& cu_seqlens
 }
 
 void check_decode_view(const TensorInfo& ids, const BatchArgs& batch, int64_t num_pages,
-                       int64_t page_step, int64_t head_step) {
+                       int64_t page_step, int64_t head_step, const TensorInfo& page_table,
+                       const TensorInfo& kv_lens) {
   const Checker check("decode_view");
   check_ids_in(check, ids, kAnySize, kAnySize, ids);
   check_batch(check, batch, ids);
@@ -236,6 +249,19 @@ void check_decode_view(const TensorInfo& ids, const BatchArgs& batch, int64_t nu
                             std::max<int64_t>(ids.size(0) - 1, 0) * head_step;
   check.in_range("the last view page, (num_pages - 1) * page_step + (Hkv - 1) * head_step,",
                  last_page, 0, kInt32Max);
+  const int64_t num_rows = ids.size(0) * ids.size(1);
+  if (page_table.defined) {
+    check.dtype(page_table, {DType::kInt32});
+    check.shape(page_table, "[T * Hkv, K]", {num_rows, ids.size(2)});
+    check.same_device(page_table, ids);
+    check.no_overlap(page_table);
+  }
+  if (kv_lens.defined) {
+    check.dtype(kv_lens, {DType::kInt32});
+    check.shape(kv_lens, "[T * Hkv]", {num_rows});
+    check.same_device(kv_lens, ids);
+    check.no_overlap(kv_lens);
+  }
 }
 
 void check_sparse_attend(const char* op, const TensorInfo& q, const TensorInfo& k_cache,

@@ -34,7 +34,8 @@ void check_kv_block_schedule(const TensorInfo& ids, const TensorInfo& cu_seqlens
 
 // Also that every view page fits int32: the kernels compute them without a further look.
 void check_decode_view(const TensorInfo& ids, const BatchArgs& batch, int64_t num_pages,
-                       int64_t page_step, int64_t head_step);
+                       int64_t page_step, int64_t head_step, const TensorInfo& page_table,
+                       const TensorInfo& kv_lens);
 
 // sparse_prefill and sparse_decode: op names the caller.
 void check_sparse_attend(const char* op, const TensorInfo& q, const TensorInfo& k_cache,

@@ -26,7 +26,16 @@ namespace msa {
 constexpr int kLogBlock = 7;
 static_assert(1 << kLogBlock == kBlock, "positions are turned into blocks by shifts");
 
-constexpr int32_t kMaxBlocks = 1 << (31 - kLogBlock);  // positions are 32-bit
+constexpr int32_t kMaxBlocks = 1 << (31 - kLogBlock);   // positions are 32-bit
+constexpr int64_t kMostUnits = (int64_t{1} << 32) - 1;  // of a launch
+constexpr int32_t kMaxTileCost = 2;
+
+// Whether a launch of some tokens has units that can be counted: a tile of them and, since a tile
+// crosses no request, one more of every request.
+inline bool units_can_be_counted(int64_t num_requests, int64_t max_pages) {
+  const int64_t blocks = max_pages < kMaxBlocks ? max_pages : kMaxBlocks;
+  return num_requests < kMostUnits / (blocks + kMaxTileCost);
+}
 
 struct ScoreCut {
   int64_t token_begin, token_end;  // query tokens of this launch

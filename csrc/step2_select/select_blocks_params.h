@@ -1,4 +1,5 @@
-// Steps 1 and 2 at once: index_q and the index cache -> ids, without the scores in memory.
+// Steps 1 and 2 at once: index_q and the index cache -> ids. On CUDA the scores of a window of
+// tokens lie in the workspace in between; the CPU keeps none.
 #pragma once
 
 #include "step2_select/topk_blocks_params.h"

@@ -66,8 +66,11 @@ def sparse_prefill(
             = stored * scale); None means 1.
         v_scale: the same for `v_cache`.
         return_lse: also return the LSE.
-        max_seqlen_q: host hint, tokens; may cost speed when wrong, never a result.
-        max_seqlen_k: host hint, tokens; the same.
+        max_seqlen_q: host hint, tokens; taken, and used by no kernel so far.
+        max_seqlen_k: host hint, largest seq_len in tokens. Up to 128 * K, where nothing is left out
+            by the selection, Hopper attends by tiles of requests without a remap, as it does for a
+            table of K pages (G 8 and 16, without `batch_invariant`); a wrong one costs speed and at
+            most a rounding.
         batch_invariant: give a token the same bits whatever else is in the batch. Without it the
             GPU may sum the blocks that neighbouring tokens share in another order; agreement is
             then to rounding. Costs speed where selections are coherent (docs/numerics.md).
@@ -89,6 +92,8 @@ def sparse_prefill(
         Padding rows, and rows with nothing to attend to, give out 0 and LSE -inf. Slots of the
         cache that no token of the row's range was written to may hold NaN. FP32 accumulation and
         softmax. The same call gives the same bits every time. Forward only: there is no backward.
+        A `q` or cache with a stride of 0, as `expand` makes, takes the portable kernel on Hopper
+        too, which is slower: the Hopper kernels' tensor maps have no such strides.
     Cost:
         FLOPs: keys attended * Hq * D * 4. Bytes: docs/kernels/sparse_prefill.md.
     Source:
@@ -143,8 +148,8 @@ def sparse_decode(
         k_scale: float, or float32 tensor of 1 or Hkv elements, for float8_e4m3fn caches only.
         v_scale: the same for `v_cache`.
         return_lse: also return the LSE.
-        max_seqlen_q: host hint, tokens.
-        max_seqlen_k: host hint, tokens.
+        max_seqlen_q: host hint, tokens; taken, and used by no kernel so far.
+        max_seqlen_k: host hint, tokens; the same.
         out: [T, Hq, D] of q's dtype to write into; allocated when None.
         lse: [T, Hq] float32 to write into; only together with `out`.
 
@@ -210,7 +215,7 @@ def paged_decode(
         k_scale: float, or float32 tensor of 1 or Hkv elements, for float8_e4m3fn caches only.
         v_scale: the same for `v_cache`.
         return_lse: also return the LSE.
-        max_seqlen_q: host hint, tokens; may cost speed when wrong, never a result.
+        max_seqlen_q: host hint, tokens; taken, and used by no kernel so far.
         max_seqlen_k: host hint, tokens; the same.
         out: [T, Hq, D] of q's dtype to write into, token and head strides free; allocated when
             None. Must not overlap an input.

@@ -19,7 +19,7 @@ def index_score(
 
     `score[h, t, j] = max over tokens s of block j with s <= pos(t) of index_q[t, h] . index_k[s]`,
     with no scale and no softmax. For engines and tests that want the scores; `select_blocks` does
-    not store them.
+    not hand them out.
 
     Args:
         index_q: [T, Hi, Di = 128] float32, bfloat16 or float8_e4m3fn; strides free, last dimension
@@ -32,8 +32,10 @@ def index_score(
             cu_seqlens_q[-1] are padding.
         seq_lens: [B] int32, any stride: tokens of the request in the cache after this step. Query
             token i of request b stands at pos = seq_lens[b] - q_len[b] + i.
-        max_seqlen_q: host hint, largest q_len in tokens; may cost speed when wrong, never a result.
-        max_seqlen_k: host hint, largest seq_len in tokens; the same.
+        max_seqlen_q: host hint, largest q_len in tokens. On a GPU it makes a batch whose longest
+            request has more tokens than the mean take the kernel for many; a wrong one costs speed
+            and at most a rounding of the scores (docs/numerics.md). The CPU does not use it.
+        max_seqlen_k: host hint, largest seq_len in tokens; taken, and used by no kernel so far.
         out: [Hi, T, max_pages] float32 to write into, strides free; allocated (contiguous) when
             None.
 
@@ -42,7 +44,8 @@ def index_score(
         padding rows, and where the table names a page outside the cache.
 
     Raises:
-        ValueError: a shape, dtype, device or stride that the operator does not take.
+        ValueError: a shape, dtype, device or stride that the operator does not take; or
+            (B + 1) * (max_pages + 2) is 2^32 or more (2^24 pages a request count at most).
         RuntimeError: no kernel of this build runs on the tensors' device.
 
     Notes:
@@ -50,7 +53,8 @@ def index_score(
         same inputs give the same bits in any batch position.
     Cost:
         FLOPs: sum over tokens of (pos + 1) * Hi * Di * 2. Bytes: the index keys of the visible
-        blocks once per request, plus 4 bytes for each score.
+        blocks once for each tile of a request's query tokens (256 rows of T * Hi on a GPU; 64 and
+        fewer rows are one tile), plus 4 bytes for each score.
     Source:
         `MiniMaxM3VLIndexer` of transformers 5.24.0 (Apache-2.0) defines the score.
     """

@@ -30,7 +30,8 @@ def topk_blocks(
         ids [Hi, T, K] int32: min(K, visible) block ids, ascending, then -1.
 
     Raises:
-        ValueError: a shape, dtype, device or number that the operator does not take.
+        ValueError: a shape, dtype, device or number that the operator does not take; or Hi * T is
+            2^31 or more.
         RuntimeError: no kernel of this build runs on the tensors' device.
 
     Notes:
@@ -66,9 +67,11 @@ def select_blocks(
     max_seqlen_k: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Scores and selects in one call, without the scores in memory.
+    """Scores and selects in one call, with a bounded workspace.
 
-    The result is that of `topk_blocks(index_score(...), visible_blocks(...), ...)`.
+    The result is that of `topk_blocks(index_score(...), visible_blocks(...), ...)`. CUDA writes the
+    scores of a window of query tokens to a workspace, whose top-k a second launch takes; the CPU
+    keeps no scores.
 
     Args:
         index_q: [T, Hi, Di = 128] float32, bfloat16 or float8_e4m3fn; strides free, last dimension
@@ -81,8 +84,10 @@ def select_blocks(
         topk: K, 1 to 32.
         init_blocks: first blocks always selected, counted among the K.
         local_blocks: last visible blocks always selected (1: the token's own), counted among the K.
-        max_seqlen_q: host hint, tokens; may cost speed when wrong, never a result.
-        max_seqlen_k: host hint, tokens; the same.
+        max_seqlen_q: host hint, tokens, used on a GPU (see `index_score`).
+        max_seqlen_k: host hint, largest seq_len in tokens. Where it says that most of a wide table
+            is empty, CUDA scores more query tokens at a time and takes the top-k of shorter rows; a
+            wrong one costs speed alone.
         out: [Hi, T, K] int32 to write into, strides free; allocated (contiguous) when None.
 
     Returns:
@@ -90,14 +95,19 @@ def select_blocks(
         only -1 for padding rows. Index head h selects for KV head h.
 
     Raises:
-        ValueError: a shape, dtype, device, stride or number that the operator does not take.
+        ValueError: a shape, dtype, device, stride or number that the operator does not take; or
+            (B + 1) * (max_pages + 2) is 2^32 or more (2^24 pages a request count at most).
         RuntimeError: no kernel of this build runs on the tensors' device.
 
     Notes:
-        Ties, NaN and determinism as in `topk_blocks`. Workspace does not grow with the context.
+        Ties, NaN and determinism as in `topk_blocks`. The workspace has places for Hi * max_pages
+        scores a token, for as many tokens as write 64 MiB of scores (one at least): 64 MiB without
+        `max_seqlen_k`, at most 512 MiB with it. Large calls with an FP8 index take about as much
+        again on Hopper (docs/kernels/select_blocks.md).
     Cost:
         FLOPs: sum over tokens of (pos + 1) * Hi * Di * 2. Bytes: the index keys of the visible
-        blocks once.
+        blocks once for each tile of query tokens (see `index_score`); CUDA also writes and reads
+        the scores, 4 bytes each, which mostly stay in L2.
     Source:
         `MiniMaxM3VLIndexer` of transformers 5.24.0 (Apache-2.0) defines the selection.
     """

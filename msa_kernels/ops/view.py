@@ -83,6 +83,9 @@ def decode_view(
     seq_lens: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    *,
+    page_table: Tensor | None = None,
+    kv_lens: Tensor | None = None,
 ) -> DecodeView:
     """Turns selected blocks into per-head page tables over a strided view; copies nothing.
 
@@ -98,9 +101,12 @@ def decode_view(
         k_cache: [pages, Hkv, 128, D], strided (see `sparse_prefill`).
         v_cache: the same; its page and head strides must stand in the same ratio as those of
             `k_cache`, since one page table serves both.
+        page_table: [T * Hkv, K] int32 to write into, strides free; given together with `kv_lens`,
+            for engines whose attention reads fixed tensors. Must not overlap an input.
+        kv_lens: [T * Hkv] int32 to write into, any stride.
 
     Returns:
-        A `DecodeView`.
+        A `DecodeView`; of the given tensors where there are any.
 
     Raises:
         ValueError: a shape, dtype, device or stride that the operator does not take, view pages
@@ -137,7 +143,13 @@ def decode_view(
         raise ValueError(
             f"msa.decode_view: k_cache must have at most 2^31 - 1 view pages, got {k_view.size(0)}"
         )
-    page_table, kv_lens = torch.ops.msa.decode_view(
-        ids, block_table, cu_seqlens_q, seq_lens, k_cache.size(0), page_step, head_step
-    )
+    args = (ids, block_table, cu_seqlens_q, seq_lens, k_cache.size(0), page_step, head_step)
+    if page_table is None and kv_lens is None:
+        page_table, kv_lens = torch.ops.msa.decode_view(*args)
+    elif page_table is None or kv_lens is None:
+        raise ValueError(
+            "msa.decode_view: page_table and kv_lens must be given together, got only one of them"
+        )
+    else:
+        torch.ops.msa.decode_view.out(*args, page_table=page_table, kv_lens=kv_lens)
     return DecodeView(page_table, kv_lens, k_view, v_view)

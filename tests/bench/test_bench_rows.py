@@ -51,6 +51,14 @@ def test_the_last_row_counts():
     assert rows.latest([make(1.0), make(2.0), make(3.0, 4.0)]) == [make(2.0), make(3.0, 4.0)]
 
 
+def test_the_newest_row_counts_whatever_its_preset_and_place():
+    new = make(2.0, 5.0, preset="b", date="2000-01-03")
+    old = make(3.0, 4.0, preset="a", date="2000-01-02")
+    for found in ([old, new], [new, old]):
+        assert rows.latest(found) == [new]
+        assert sorted(r.us for r in rows.latest(found, of_each_preset=True)) == [2.0, 3.0]
+
+
 def of_mix(ctx: int, us: float | None, peer_us: float | None, weight: float) -> Row:
     row = make(us, peer_us, shape={**SHAPE, "ctx": ctx}, weight=weight, preset="mix")
     row.peer = "vllm"
@@ -99,10 +107,22 @@ def test_verdicts(old, new, verdict, regression, tmp_path, capsys):
     assert f"1 {verdict}" in capsys.readouterr().out
 
 
+def test_verdicts_are_of_the_newest_rows():
+    old = [make(100.0, 200.0), make(100.0, 300.0, peer="sglang")]
+    new = make(90.0, 210.0, date="2000-01-02")
+    verdicts = compare.compare(old, [*old, new])  # the peer beside which ours was not run again
+    assert [(v.new_us, v.ours) for v in verdicts] == [(90.0, True), (210.0, False), (300.0, False)]
+
+
 def test_a_slower_peer_is_no_regression():
     verdicts = compare.compare([make(100.0, 200.0)], [make(100.0, 300.0)])
     assert [(v.verdict, v.ours) for v in verdicts] == [("same", True), ("slower", False)]
     assert not any(v.regression for v in verdicts)
+
+
+def cells_of(line_start: str, text: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith(line_start)]
+    return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def test_report(tmp_path):
@@ -120,15 +140,48 @@ def test_report(tmp_path):
     docs = tmp_path / "docs" / "performance.md"
     assert main(["report", str(path), "--out", str(tmp_path / "out"), "--docs", str(docs)]) == 0
     text = docs.read_text()
-    assert (
-        "| B 1 T 8192 ctx 65536 Hq 64 Hkv 4 | bfloat16 | uniform | c | 150.0 (148.5-151.5)" in text
-    )
+    line = cells_of("| B 1 T 8192 ctx 65536 ", text.split("## prefill: `sparse_prefill`")[1])
+    assert line[1:6] == ["bfloat16", "uniform", "c", "unknown", "150.0 (148.5-151.5)"]
     assert "300.0 (100 TFLOP/s, 2.00x)" in text
     assert "no kernel in this build" in text and "WRONG" in text and "## Mixes" in text
     pictures = sorted(docs.parent.rglob("*.png"))
     assert len(pictures) == 2 and all(p.stat().st_size > 5000 for p in pictures)
     for picture in pictures:
         assert f"({picture.relative_to(docs.parent).as_posix()})" in text
+
+
+def test_report_of_several_runs_says_whose_each_number_is():
+    first = {"commit": "1111111aaaaa", "date": "2000-01-01"}
+    later = {"commit": "2222222bbbbb", "date": "2000-01-02"}
+    last = {"commit": "2222222bbbbb", "date": "2000-01-03"}
+    found = [
+        make(100.0, 200.0, **first),
+        make(110.0, 187.0, peer="sglang", **first),
+        make(80.0, 176.0, preset="a", **later),
+        make(82.0, 41.0, peer="dense", preset="a", **last),
+        make(
+            90.0, 189.0, preset="b", **first
+        ),  # older, though it comes later and in another preset
+        make(100.0, 130.0, flush="dirty", **first),
+    ]
+    text = report.markdown(found)
+    line = cells_of("| B 1 T 8192 ctx 65536 Hq 64 Hkv 4 | bfloat16 | uniform | c", text)
+    assert line[4:6] == ["2222222", "82.0 (81.2-82.8)"]
+    # Each peer beside ours of its own loop, and of its own commit.
+    assert "176.0 (170 TFLOP/s, 2.20x of 80.0)" in line
+    assert "187.0 (160 TFLOP/s, 1.70x of 110.0 at 1111111)" in line
+    assert "41.0 (732 TFLOP/s, 0.50x)" in line
+    line = cells_of("| B 1 T 8192 ctx 65536 Hq 64 Hkv 4 | bfloat16 | uniform | d", text)
+    assert line[4] == "1111111 old" and "130.0 (231 TFLOP/s, 1.30x)" in line
+
+
+def test_a_mix_counts_its_own_rows():
+    other = make(5.0, 20.0, shape={**SHAPE, "ctx": 1}, preset="other", date="2000-01-02")
+    text = report.markdown([of_mix(1, 10.0, 20.0, 3.0), other])
+    assert (
+        "| mix | `sparse_prefill` | bfloat16 | uniform | c | 10.0 | vllm | 20.0 | 2.00x |" in text
+    )
+    assert cells_of("| B 1 T 8192 ctx 1 ", text)[5] == "5.0 (5.0-5.0)"
 
 
 def test_report_marks_a_median_that_says_little():

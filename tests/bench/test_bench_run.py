@@ -182,6 +182,41 @@ def test_expansion():
     assert len(rollout) == 28 + 12 and {case.shape.q_len for case in rollout} == {8}
 
 
+def test_the_operators_preset_has_every_operator():
+    every = cases.expand(["all"], ["operators"])
+    phases = {(case.op, case.phase) for case in every}
+    assert {op for op, _ in phases} == set(OPERATORS)
+    both = {op for op, operator in OPERATORS.items() if len(operator.phases) == 2}
+    assert {(op, phase) for op in both for phase in cases.PHASES} <= phases
+    rows_and_blocks = {
+        (case.shape.num_kv_heads * case.shape.num_tokens, case.shape.max_blocks)
+        for case in every
+        if case.op == "topk_blocks"
+    }
+    assert rows_and_blocks == {(128, 8192), (32768, 512)}
+    assert len(every) == 26
+
+
+def test_the_decode_sweep_covers_each_axis():
+    sweep = cases.expand(["all"], ["decode-sweep"])
+    assert len(sweep) == len(set(sweep)) == 204 and not any(case.peers for case in sweep)
+    for dtype in ("bfloat16", "fp8"):
+        for op in ("select_blocks", "sparse_decode"):
+            of = [case for case in sweep if (case.op, case.dtype) == (op, dtype)]
+            shapes = [case.shape for case in of]
+            whole = [s for s in shapes if (s.num_kv_heads, s.q_len) == (4, 1)]
+            batches = {s.num_requests for s in whole if s.ctx == 65536}
+            contexts = {s.ctx for s in whole if s.num_requests == 8}
+            assert batches == {1 << i for i in range(9)}
+            assert contexts == {1024 << i for i in range(11)}
+            assert {s.q_len for s in shapes} == {1, 4, 8}
+        attention = [case for case in sweep if (case.op, case.dtype) == ("sparse_decode", dtype)]
+        heads = {(case.shape.num_q_heads, case.shape.num_kv_heads) for case in attention}
+        assert heads == {(64, 4), (16, 1), (8, 1)}
+        drafts = {(case.pattern, case.shape.q_len) for case in attention} - {("uniform", 1)}
+        assert drafts == {(p, q) for p in ("uniform", "coherent", "shared") for q in (4, 8)}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_hold_the_same_numbers(layout):
     inputs = Inputs(SMALL, "fp8")

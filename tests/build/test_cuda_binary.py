@@ -10,6 +10,7 @@ import pytest
 
 from msa_kernels._load import CUDA_LIBRARY
 
+ROOT = Path(__file__).parents[2]
 PORTABLE = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 HOPPER = ("sm_90a",)
 # Kernel symbol -> architectures that it is compiled for, SASS instructions that it exists for.
@@ -48,6 +49,32 @@ HOT_KERNELS = {
     "msa_write_cache_sm80_kernel": (PORTABLE, {".E.128"}),
 }
 
+# Launched after all that came before: they wait for nothing. Every other kernel may be launched by
+# programmatic dependent launch, and then starts while the kernel before it still writes.
+NEVER_DEPENDENT = {
+    "msa_kv_block_schedule_count_sm80_kernel",
+    "msa_kv_block_schedule_fill_sm80_kernel",
+    "msa_kv_block_schedule_scatter_sm80_kernel",
+    "msa_merge_lse_sm80_kernel",
+    "msa_normalize_patches_sm80_kernel",
+    "msa_sparse_prefill_sm80_kernel",
+    "msa_split_selection_short_sm90_kernel",
+    "msa_split_selection_sm90_kernel",
+    "msa_write_cache_sm80_kernel",
+}
+# Kernels with an instantiation for e4m3, which becomes float16 by the hardware's conversion.
+CONVERTING_KERNELS = [
+    "msa_decode_cluster_sm90_kernel",
+    "msa_decode_pair_sm90_kernel",
+    "msa_decode_sm80_kernel",
+    "msa_index_score_stream_sm80_kernel",
+    "msa_index_score_stream_sm90_kernel",
+    "msa_index_score_tile_sm80_kernel",
+    "msa_index_score_tile_sm90_kernel",
+    "msa_sparse_prefill_kv_block_sm90_kernel",
+    "msa_sparse_prefill_query_block_sm90_kernel",
+]
+
 
 def cuobjdump() -> str:
     site = Path(sysconfig.get_path("purelib"))
@@ -81,6 +108,27 @@ def resource_usage() -> list[tuple[str, str, dict[str, int]]]:
     return rows
 
 
+@lru_cache
+def machine_code() -> list[tuple[str, str, str]]:
+    """(architecture, kernel symbol, SASS) of every compiled kernel."""
+    rows, arch = [], ""
+    for part in re.split(r"\n\s*(?=code for |Function : )", dump("--dump-sass")):
+        head, _, body = part.partition("\n")
+        if match := re.match(r"code for (\S+)", head):
+            arch = match[1]
+        elif match := re.match(r"Function : (\S+)", head):
+            rows.append((arch, match[1], body))
+    return rows
+
+
+def short_name(function: str) -> str:
+    return re.search(r"msa_\w+?_sm\d+_kernel", function)[0]
+
+
+def version(arch: str) -> int:
+    return int(re.sub(r"\D", "", arch))
+
+
 @pytest.mark.parametrize("kernel", HOT_KERNELS)
 def test_compiled_for_every_architecture(kernel):
     archs = {arch for arch, function, _ in resource_usage() if kernel in function}
@@ -97,30 +145,48 @@ def test_no_local_memory(kernel):
 
 @pytest.mark.parametrize("kernel", HOT_KERNELS)
 def test_the_instructions_it_exists_for(kernel):
-    bodies = re.split(r"\n\s*Function : ", dump("--dump-sass"))
-    bodies = [body for body in bodies[1:] if kernel in body.splitlines()[0]]
+    bodies = [(function, body) for _, function, body in machine_code() if kernel in function]
     archs, instructions = HOT_KERNELS[kernel]
     assert len(bodies) >= len(archs)
-    for body in bodies:
+    for function, body in bodies:
         missing = {name for name in instructions if name not in body}
-        assert not missing, f"{body.splitlines()[0]} has no {missing}"
-        assert not re.search(r"\b(LDL|STL)\b", body), f"{body.splitlines()[0]} uses local memory"
+        assert not missing, f"{function} has no {missing}"
+        assert not re.search(r"\b(LDL|STL)\b", body), f"{function} uses local memory"
 
 
-@pytest.mark.parametrize("kernel", ["kv_block", "query_block"])
-def test_fp8_caches_are_converted(kernel):
-    """One instantiation of each kernel converts e4m3 and multiplies float16; the other neither."""
-    name = f"msa_sparse_prefill_{kernel}_sm90_kernel"
-    bodies = re.split(r"\n\s*Function : ", dump("--dump-sass"))
-    bodies = [body for body in bodies[1:] if name in body.splitlines()[0]]
-    converting = ["F2FP.F16.E4M3.UNPACK_B" in body for body in bodies]
-    float16 = [bool(re.search(r"HGMMA\.64x128x16\.F32 ", body)) for body in bodies]
-    assert sorted(converting) == [False, True] and float16 == converting
+@pytest.mark.parametrize("kernel", CONVERTING_KERNELS)
+def test_fp8_is_converted(kernel):
+    """Instantiations for e4m3 convert it and multiply float16; the others do neither."""
+    found = set()
+    for arch, function, body in machine_code():
+        if kernel not in function or version(arch) < 90:  # before, by integer arithmetic
+            continue
+        fp8 = "__nv_fp8_e4m3" in function or "DTypeE2" in function  # DType::kFloat8E4M3
+        found.add(fp8)
+        assert ("F2FP.F16.E4M3.UNPACK_B" in body) == fp8, function
+        assert bool(re.search(r"\bHG?MMA\.[\dx.]+F32 ", body)) == fp8, function
+    assert found == {False, True}
+
+
+def dependent_launches() -> set[str]:
+    """Kernels that a dependent launch in the sources names, if only in its message."""
+    names = set()
+    for path in (ROOT / "csrc").rglob("*.cu"):
+        for call in re.findall(r"\blaunch_(?:dependent|portable)\b[^;]*;", path.read_text()):
+            names.update(re.findall(r"msa_\w+_kernel", call))
+    return names
+
+
+def test_dependent_kernels_wait():
+    """Without its wait such a kernel reads what the one before it has not yet written: a race."""
+    named = {short_name(function) for _, function, _ in machine_code()}
+    assert "msa_topk_blocks_sm80_kernel" in dependent_launches() <= named - NEVER_DEPENDENT
+    waiting = [row for row in machine_code() if version(row[0]) >= 90]
+    waiting = [row for row in waiting if short_name(row[1]) not in NEVER_DEPENDENT]
+    without = [(arch, name) for arch, name, body in waiting if not re.search(r"\bACQBULK\b", body)]
+    assert waiting and not without
 
 
 def test_every_kernel_is_listed():
     """A new kernel is hot unless someone decides otherwise, here."""
-    named = {
-        re.search(r"msa_\w+?_sm\d+_kernel", function)[0] for _, function, _ in resource_usage()
-    }
-    assert named == set(HOT_KERNELS)
+    assert {short_name(function) for _, function, _ in resource_usage()} == set(HOT_KERNELS)

@@ -10,6 +10,7 @@ SCHEMAS = """
 build_info() -> str
 cuda_build_info() -> str
 decode_view(Tensor ids, Tensor block_table, Tensor cu_seqlens_q, Tensor seq_lens, int num_pages, int page_step, int head_step) -> (Tensor, Tensor)
+decode_view.out(Tensor ids, Tensor block_table, Tensor cu_seqlens_q, Tensor seq_lens, int num_pages, int page_step, int head_step, *, Tensor(a!) page_table, Tensor(b!) kv_lens) -> ()
 index_score(Tensor index_q, Tensor index_k_cache, Tensor block_table, Tensor cu_seqlens_q, Tensor seq_lens, *, int? max_seqlen_q=None, int? max_seqlen_k=None) -> Tensor
 index_score.out(Tensor index_q, Tensor index_k_cache, Tensor block_table, Tensor cu_seqlens_q, Tensor seq_lens, *, int? max_seqlen_q=None, int? max_seqlen_k=None, Tensor(a!) scores) -> ()
 kv_block_schedule(Tensor ids, Tensor cu_seqlens_q, Tensor seq_lens, int max_blocks, int max_queries_per_item=64) -> (Tensor, Tensor, Tensor, Tensor)

@@ -61,6 +61,39 @@ def test_matches_reference(device, require, selection, layout):
                 assert torch.equal(got, want), f"{batch}: {name}"
 
 
+@pytest.mark.parametrize("batch", BATCHES)
+def test_into_tensors_of_an_engine(device, require, batch):
+    """Slices of larger tensors, whatever stood there; around them nothing is written."""
+    require("decode_view", torch.int32)
+    case = make_case(batch, hq=4, hkv=2, device=device)
+    expected = view_of(case)
+    rows, width = expected.page_table.shape
+    tables = torch.full((rows + 2, width + 3), -7, dtype=torch.int32, device=device)
+    lens = torch.full((rows + 2, 2), -7, dtype=torch.int32, device=device)
+    page_table, kv_lens = tables[1:-1, 2:-1], lens[1:-1, 1]
+    got = msa_kernels.decode_view(
+        *(case.ids, *case.batch, case.k_cache, case.v_cache), page_table=page_table, kv_lens=kv_lens
+    )
+    assert got.page_table is page_table and got.kv_lens is kv_lens
+    assert torch.equal(page_table, expected.page_table) and torch.equal(kv_lens, expected.kv_lens)
+    page_table.fill_(-7), kv_lens.fill_(-7)
+    assert bool((tables == -7).all()) and bool((lens == -7).all())
+    across = torch.zeros(width, rows, dtype=torch.int32, device=device).T
+    torch.ops.msa.decode_view.out(
+        *(case.ids, *case.batch, case.k_cache.size(0), *steps_of(case)),
+        page_table=across,
+        kv_lens=kv_lens,
+    )
+    assert torch.equal(across, expected.page_table) and torch.equal(kv_lens, expected.kv_lens)
+
+
+def test_tensors_of_an_engine_come_together():
+    case = make_case("mixed")
+    call = (case.ids, *case.batch, case.k_cache, case.v_cache)
+    with pytest.raises(ValueError, match=r"msa\.decode_view: page_table and kv_lens must be given"):
+        msa_kernels.decode_view(*call, kv_lens=torch.zeros(case.num_tokens * 2).int())
+
+
 @pytest.mark.parametrize("hkv", [1, 2, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_view_pages_are_the_cache(device, require, layout, hkv):

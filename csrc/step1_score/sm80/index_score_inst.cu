@@ -16,6 +16,7 @@ namespace {
 
 constexpr int64_t kStreamRows = 64;     // the most query rows of a stream's tile
 constexpr int32_t kHopperTileCost = 2;  // loading the queries, in pages of 2048 clocks
+static_assert(kHopperTileCost <= kMaxTileCost);
 
 template <DType dtype, int kRows>
 void launch_stream(const ScoreWork& work, const ExecContext& context) {
@@ -41,14 +42,10 @@ void launch_tiles(const ScoreWork& work, const ExecContext& context) {
 
 // Calls launch(work) for windows of the query tokens whose units can be counted.
 template <typename Launch>
-void for_each_window(ScoreWork work, const ExecContext& context, const Launch& launch) {
-  constexpr int64_t kMostUnits = (int64_t{1} << 32) - 1;
+void for_each_window(ScoreWork work, const Launch& launch) {
   const int64_t requests = work.batch.num_requests, token_end = work.cut.token_end;
+  // At least 1: calls in which it is not are refused (units_can_be_counted).
   const int64_t tiles = kMostUnits / (int64_t{work.cut.max_blocks} + work.cut.tile_cost) - requests;
-  if (tiles < 1) {
-    throw_runtime_error(context.op, concat("B * max_pages must be below 2^32 on CUDA, got ",
-                                           requests, " * ", work.cut.max_blocks));
-  }
   while (work.cut.token_begin < token_end) {
     work.cut.token_end = std::min(token_end, work.cut.token_begin + (tiles << work.cut.log_tile));
     launch(work);
@@ -64,7 +61,7 @@ void launch(ScoreWork work, int64_t tokens, const ExecContext& context) {
     const int64_t tile_rows = rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
     work.set_heads(work.num_heads);
     work.cut.log_tile = log_tile_tokens(tile_rows, work.num_heads);
-    return for_each_window(work, context, [&](const ScoreWork& window) {
+    return for_each_window(work, [&](const ScoreWork& window) {
       if (on_hopper) return sm90::run_stream(window, tile_rows, context);
       if (tile_rows == 8) return launch_stream<dtype, 8>(window, context);
       if (tile_rows == 16) return launch_stream<dtype, 16>(window, context);
@@ -81,7 +78,7 @@ void launch(ScoreWork work, int64_t tokens, const ExecContext& context) {
   for (; work.first_head < end; work.first_head += kTileRows) {
     work.set_heads(std::min(end - work.first_head, kTileRows));
     work.cut.log_tile = log_tile_tokens(kTileRows, work.num_heads);
-    for_each_window(work, context, [&](const ScoreWork& window) {
+    for_each_window(work, [&](const ScoreWork& window) {
       if (hopper) return sm90::run_tiles(window, context);
       launch_tiles<dtype>(window, context);
     });

@@ -25,7 +25,7 @@
 //           with every other's it reads there, 16 bytes a load: 32 shuffles took 17 clocks each.
 // Barriers  __syncwarp for a warp a row, __syncthreads above.
 // Order     no atomics: the same bits every time, wherever the row stands.
-// Limits    K <= 32; fewer than 2^32 rows; 64-bit offsets. Scores of forced and of invisible blocks
+// Limits    K <= 32; fewer than 2^31 rows; 64-bit offsets. Scores of forced and of invisible blocks
 // are not read.
 #pragma once
 

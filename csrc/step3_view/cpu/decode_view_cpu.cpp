@@ -19,9 +19,10 @@ constexpr int64_t kTilesPerTask = 16;  // a decode token is a tile of its own
 void write_row(const DecodeViewParams& params, const TokenTile& tile, int64_t token, int64_t head) {
   const int64_t topk = params.ids.topk;
   const int64_t row = token * params.ids.num_heads + head;
-  int32_t* pages = params.page_table + row * topk;
-  std::fill(pages, pages + topk, 0);
-  params.kv_lens[row] = 0;
+  int32_t* const pages = params.page_table + row * params.table_row_stride;
+  int32_t& length = params.kv_lens[row * params.kv_lens_stride];
+  for (int64_t k = 0; k < topk; ++k) pages[k * params.table_entry_stride] = 0;
+  length = 0;
   if (tile.padding()) return;
 
   const int64_t position = tile.position(token);
@@ -32,12 +33,11 @@ void write_row(const DecodeViewParams& params, const TokenTile& tile, int64_t to
   for (int i = 0; i < count; ++i) {
     const int64_t page = page_of(params.batch, tile.request, blocks[i], params.num_pages);
     if (page < 0) continue;
-    pages[listed++] = static_cast<int32_t>(page * params.page_step + head * params.head_step);
+    pages[listed++ * params.table_entry_stride] =
+        static_cast<int32_t>(page * params.page_step + head * params.head_step);
     last_tokens = visible_tokens(position, blocks[i]);
   }
-  if (listed > 0) {
-    params.kv_lens[row] = static_cast<int32_t>((listed - 1) * kBlock + last_tokens);
-  }
+  if (listed > 0) length = static_cast<int32_t>((listed - 1) * kBlock + last_tokens);
 }
 
 }  // namespace

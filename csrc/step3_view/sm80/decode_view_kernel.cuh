@@ -54,14 +54,14 @@ __global__ void __launch_bounds__(kWarps * 32)
   }
   const int count = __popc(__ballot_sync(kAllLanes, listed));
   if (lane < topk) {
-    params.page_table[row * topk + rank] =
+    params.page_table[row * params.table_row_stride + rank * params.table_entry_stride] =
         listed ? static_cast<int32_t>(page * params.page_step + head * params.head_step) : 0;
   }
   if (listed && rank == count - 1) {
     const int32_t last_tokens = min(kBlock, position.pos - block * kBlock + 1);
-    params.kv_lens[row] = (count - 1) * kBlock + last_tokens;
+    params.kv_lens[row * params.kv_lens_stride] = (count - 1) * kBlock + last_tokens;
   }
-  if (count == 0 && lane == 0) params.kv_lens[row] = 0;
+  if (count == 0 && lane == 0) params.kv_lens[row * params.kv_lens_stride] = 0;
 }
 
 }  // namespace msa::decode_view::sm80
