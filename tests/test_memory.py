@@ -113,6 +113,15 @@ def test_scores_of_a_selection_take_64_mib(tokens, context):
     assert extra <= min(64 * MIB, all_scores + MIB)
 
 
+def test_scores_in_a_wide_table_take_512_mib():
+    """Where the hint says that most of the table is empty, more tokens share a launch."""
+    case = long_case(4096, 2**16)
+    wide = torch.nn.functional.pad(case.block_table, (0, 8192 - case.block_table.size(1)))
+    args = (*case.index_args[:2], wide, *case.batch[1:])
+    extra = extra_bytes(lambda: msa_kernels.select_blocks(*args, max_seqlen_k=2**16))
+    assert extra <= 512 * MIB
+
+
 def test_a_token_of_a_table_past_the_bound_takes_its_own_scores():
     """64 MiB, or one token's scores where those are more."""
     case = long_case(64, 2**16)

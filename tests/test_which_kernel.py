@@ -29,15 +29,16 @@ LONG_PLAN = {
     "kv_block_schedule_scan_sm80<BlockItems>",
     "split_selection_scatter_sm90",
 }
+NARROW_PLAN = {"split_selection_requests_sm90", QUERY_BLOCK}
 CHUNK = dict(lengths=[(600, 4000)], hq=64, hkv=4, selection="none")
 PREFILL = {  # way: (case, options of the call, kernels)
     "short": ({**CHUNK, "lengths": [(60, 4000)]}, {}, {"split_selection_short_sm90"}),
     "long": (CHUNK, {}, {*LONG_PLAN, QUERY_BLOCK}),
     "small groups": ({**CHUNK, "hq": 16}, {}, LONG_PLAN),
     "batch_invariant": (CHUNK, {"batch_invariant": True}, LONG_PLAN),
-    "narrow": ({**CHUNK, "max_pages": 16}, {}, {"split_selection_requests_sm90", QUERY_BLOCK}),
+    "narrow": ({**CHUNK, "max_pages": 16}, {}, NARROW_PLAN),
+    "narrow by the hint": (CHUNK, {"max_seqlen_k": 2048}, NARROW_PLAN),
 }
-ONLY_QUERY_MAJOR = {"narrow"}
 
 DECODE = {  # (requests, tokens of each, Hq, Hkv): kernels of bfloat16 caches, of FP8 caches
     (1, 1, 64, 4): ("decode_cluster_sm90<cache, true>",) * 2,
@@ -118,7 +119,7 @@ def assert_runs(call, expected: set[str], cache_dtype: torch.dtype = torch.bfloa
 def test_prefill(way, cache_dtype):
     options, call_options, kernels = PREFILL[way]
     case = make_case(cache_dtype=cache_dtype, device="cuda", **options)
-    around = set() if way in ONLY_QUERY_MAJOR else {KV_BLOCK, MERGE}
+    around = set() if kernels is NARROW_PLAN else {KV_BLOCK, MERGE}
     assert_runs(
         lambda: msa_kernels.sparse_prefill(*case.attend_args, **case.scales, **call_options),
         kernels | around,

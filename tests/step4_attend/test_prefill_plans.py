@@ -153,7 +153,7 @@ def test_narrow_tables(hq, hkv, kind, cache_dtype):
 
 
 def test_a_hint_that_nothing_is_selected_and_long_requests():
-    case = make_case(RAGGED, hq=64, hkv=4, dtype=torch.bfloat16, device="cuda")
+    case = plan_case(RAGGED)
     check(case.with_(ids=shared_selection(case, 0.5)), max_seqlen_k=300)
 
 
