@@ -107,10 +107,13 @@ def _attend(device: str, cache: torch.dtype) -> Iterator[tuple[str, Call]]:
     run = _later(msa.sparse_prefill, *case.attend_args, **case.scales, batch_invariant=True)
     yield f"sparse_prefill batch_invariant {cache}", run
 
+    # On Hopper: clusters, tiles of drafts, pairs of tokens by 8 and by 4 warps, and neither.
     decode = ((1, 1, 16), (9, 1, 16), (3, 8, 16), (33, 8, 16), (34, 8, 16), (70, 4, 8))
+    decode += ((8, 8, 4), (32, 8, 4))
     for requests, q_len, group in decode:
         lengths = [(q_len, 2100 + i) for i in range(requests)]
-        case = make_case(lengths, hq=4 * group, hkv=4, dtype=BF16, cache_dtype=cache, device=device)
+        heads = dict(hq=4 * group, hkv=4, padding_rows=1)
+        case = make_case(lengths, dtype=BF16, cache_dtype=cache, device=device, **heads)
         run = _later(msa.sparse_decode, *case.attend_args, **case.scales, return_lse=True)
         yield f"sparse_decode B {requests} q {q_len} G {group} {cache}", run
     case = make_case(

@@ -85,6 +85,7 @@ def test_every_call_is_captured_and_replayed():
     assert faults(eager_first=True) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("portable", ["0", "1"], ids=["chosen", "portable"])
 def test_the_first_call_of_a_process_may_be_captured(portable):
     """Kernels are loaded, and their limits raised, by the first call: within the capture here."""

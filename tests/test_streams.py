@@ -75,7 +75,7 @@ def decode_step(case, q, index_q):
 @pytest.mark.parametrize("requests,tokens", [(1, 1), (8, 1), (64, 1), (32, 8)])
 def test_a_thousand_decode_steps_back_to_back(requests, tokens):
     """No step sees what the one before it left in scratch memory; queries change in turn."""
-    lengths = [(tokens, 2500 + 131 * r) for r in range(requests)]
+    lengths = [(tokens, 2500 + 31 * r) for r in range(requests)]
     case = make_case(lengths, hq=16, hkv=1, device="cuda", padding_rows=0)
     turns = 3
     queries = [(case.q * (turn + 1), case.index_q * (-1) ** turn) for turn in range(turns)]
