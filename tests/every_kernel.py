@@ -90,7 +90,7 @@ def _attend(device: str, cache: torch.dtype) -> Iterator[tuple[str, Call]]:
         "shared": dict(lengths=[(280, 2900)], hq=64, hkv=4, selection="same"),
         "narrow": dict(lengths=[(280, 700), (30, 300)], hq=16, hkv=2, max_pages=8),
         "rounds": dict(
-            lengths=[(2000, 2000)], hq=64, hkv=4, topk=32, max_pages=40, selection="same"
+            lengths=[(2000, 2000)], hq=64, hkv=4, topk=32, max_pages=40, selection="none"
         ),
         "garbage": dict(
             lengths=[(60, 2600)], hq=16, hkv=1, topk=32, max_pages=40, selection="garbage_tail"
@@ -99,7 +99,9 @@ def _attend(device: str, cache: torch.dtype) -> Iterator[tuple[str, Call]]:
     }
     for name, kind in prefill.items():
         case = make_case(dtype=BF16, cache_dtype=cache, device=device, **kind)
-        if name == "garbage":
+        if name == "rounds":
+            case.ids[..., 0] = 0  # which is quick to draw
+        elif name == "garbage":
             _spoil(case.block_table, case.k_cache.size(0))
         run = _later(msa.sparse_prefill, *case.attend_args, **case.scales, return_lse=True)
         yield f"sparse_prefill {name} {cache}", run
@@ -111,7 +113,7 @@ def _attend(device: str, cache: torch.dtype) -> Iterator[tuple[str, Call]]:
     decode = ((1, 1, 16), (9, 1, 16), (3, 8, 16), (33, 8, 16), (34, 8, 16), (70, 4, 8))
     decode += ((8, 8, 4), (32, 8, 4))
     for requests, q_len, group in decode:
-        lengths = [(q_len, 2100 + i) for i in range(requests)]
+        lengths = [(q_len, 2400 - 61 * i % 2300) for i in range(requests)]
         heads = dict(hq=4 * group, hkv=4, padding_rows=1)
         case = make_case(lengths, dtype=BF16, cache_dtype=cache, device=device, **heads)
         run = _later(msa.sparse_decode, *case.attend_args, **case.scales, return_lse=True)
