@@ -657,8 +657,8 @@ def test_expanded_inputs(device, require, op, dtypes, what):
 def test_no_pages_at_all(device, require, op, dtypes, tokens, missing):
     """A pool without a page, or a table without a column: nothing to attend to, everywhere."""
     require(op, *dtypes)
-    lengths = [(tokens, 2000), (1, 5)]
-    case = make_case(lengths, dtype=dtypes[0], cache_dtype=dtypes[1], device=device)
+    lengths, hq = [(tokens, 2000), (1, 5)], 8 if tokens == 2 else 32
+    case = make_case(lengths, hq=hq, dtype=dtypes[0], cache_dtype=dtypes[1], device=device)
     if missing == "pages":
         case = case.with_(k_cache=case.k_cache[:0], v_cache=case.v_cache[:0])
     else:
