@@ -359,6 +359,9 @@ def make_selection(kind: str, visible: Tensor, hkv: int, topk: int, seed: int = 
     rng = torch.Generator().manual_seed(seed + 17)
     num_tokens = visible.numel()
     ids = torch.full((hkv, num_tokens, topk), -1, dtype=torch.int64)
+    if kind == "none":
+        ids[:, visible == 0] = torch.arange(topk)
+        return ids.int()
     for token, seen in enumerate(visible.tolist()):
         count = min(topk, seen)
         for head in range(hkv):
@@ -382,8 +385,6 @@ def make_selection(kind: str, visible: Tensor, hkv: int, topk: int, seed: int = 
                 row[0] = -1
             elif kind == "minus_middle":
                 row[count // 2] = -1
-            elif kind == "none":
-                row[:] = -1
             elif kind == "garbage_tail":
                 junk = torch.tensor([0, 2**31 - 1, -(2**31), 1, seen - 1, 10**6])
                 row[count:] = junk.repeat(topk)[: topk - count]
@@ -431,6 +432,42 @@ def shared_selection(case: Case, share: float, seed: int = 0) -> Tensor:
     count = visible.clamp(max=topk)[None, :, None]
     ids = ids.masked_fill(torch.arange(topk, device=ids.device) >= count, 2**31 - 1)
     return ids.sort(-1).values.int()
+
+
+def each_alone(case: Case, tokens: Tensor) -> Case:
+    """Tokens that have a position as requests of one token each, over the blocks that they select.
+
+    For a look at some tokens of a large case: what a token gets does not depend on the blocks that
+    it leaves out, and a reference or a dense baseline need not walk them.
+    """
+    where = reference.token_positions(
+        case.cu_seqlens_q, case.seq_lens, case.num_tokens, case.block_table.size(1)
+    )
+    device, topk = case.q.device, case.topk
+    request, pos, visible = (x[tokens].cpu() for x in where)
+    ids = case.ids[:, tokens].long().cpu()
+    counts = reference.counted(ids, visible)
+    table = case.block_table[request.to(device)].cpu()
+    # topk entries without a page come first, so that topk ids may count whatever their number.
+    small_table = torch.full((len(tokens), (ids.size(0) + 1) * topk + 1), -1, dtype=torch.int32)
+    small_ids = torch.full_like(ids, -1, dtype=torch.int32)
+    lens = []
+    for row, own in enumerate((pos // BLOCK).tolist()):
+        blocks = ids[:, row][counts[:, row]].unique()
+        blocks = torch.cat([blocks[blocks != own], torch.tensor([own])])  # the own one is the last
+        place = topk + torch.searchsorted(blocks, ids[:, row].contiguous()).int()
+        small_ids[:, row] = place.where(counts[:, row], -1)
+        there = blocks < table.size(1)
+        small_table[row, topk : topk + len(blocks)][there] = table[row, blocks[there]]
+        lens.append((topk + len(blocks) - 1) * BLOCK + int(pos[row]) % BLOCK + 1)
+    return case.with_(
+        lengths=[(1, length) for length in lens],
+        q=case.q[tokens],
+        ids=small_ids.to(device),
+        block_table=small_table.to(device),
+        cu_seqlens_q=torch.arange(len(tokens) + 1, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+    )
 
 
 def sparse_view(x: Tensor) -> Tensor:

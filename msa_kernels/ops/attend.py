@@ -212,7 +212,8 @@ def paged_decode(
             [B + 1] int32 with R = B: the tokens of request b are the last ones of its kv_lens[b],
             and each attends causally, to those at or before its position.
         scale: factor of q . k before the softmax; None means D ** -0.5.
-        k_scale: float, or float32 tensor of 1 or Hkv elements, for float8_e4m3fn caches only.
+        k_scale: float, or float32 tensor of 1 or Hkv elements, for float8_e4m3fn caches only. Over
+            a `DecodeView`, where Hkv is 1, that is one scale for all heads of the cache behind it.
         v_scale: the same for `v_cache`.
         return_lse: also return the LSE.
         max_seqlen_q: host hint, tokens; taken, and used by no kernel so far.

@@ -117,7 +117,8 @@ def decode_view(
         Page unit = gcd(page stride, head stride) elements; view page = physical page * page_step +
         head * head_step. In an HND cache the unit is one head's page, in an NHD pool one head's
         row. Blocks are listed ascending whatever the order of `ids`. Duplicates of full blocks
-        count twice.
+        count twice. A view page has one KV head, so a kernel that walks the view can apply one
+        scale to an FP8 cache, not one of each KV head: `sparse_decode` takes those.
     Cost:
         Bytes: ids and the table entries they name read once, 4 bytes written for each entry.
     Source:

@@ -94,26 +94,43 @@ def test_out_is_written_inside_its_view_only(device, require):
     assert same_bits(out, plain)
 
 
-def test_nan_and_inf_products(device, require):
-    """A NaN product of a visible token makes its block NaN; -inf alone is a score; +inf wins."""
-    require("index_score")
-    case = make_case([(3, 700), (2, 40 * BLOCK)], values="integer", device=device)
-    index = case.index_k_cache
+@pytest.mark.parametrize("lengths", [[(3, 700), (2, 40 * BLOCK)], [(300, 700), (90, 40 * BLOCK)]])
+@pytest.mark.parametrize("dtype", INDEX_DTYPES, ids=dtype_name)
+def test_nan_and_inf_products(device, require, dtype, lengths):
+    """A NaN product of a visible token makes its block NaN; -inf alone is a score; +inf wins.
+
+    FP8 has no Inf: its largest numbers take the place, and win or lose as well."""
+    require("index_score", dtype, dtype)
+    case = make_case(lengths, values="integer", index_dtype=dtype, device=device)
+    query, index = case.index_q, case.index_k_cache
+    nan, inf, zero, one = (
+        torch.tensor([x], device=device).to(dtype)
+        for x in (float("nan"), 448.0 if dtype == FP8 else float("inf"), 0.0, 1.0)
+    )
+    low = -inf.float()
+    low = low.to(dtype)
+    if dtype == FP8:
+        query, index, nan, inf, zero, one, low = (
+            x.view(torch.uint8) for x in (query, index, nan, inf, zero, one, low)
+        )
+    first = lengths[0][0]  # the first token of the second request
     page = case.block_table[0].long()
-    index[page[0], 17, 5] = float("nan")
-    index[page[1], 3] = float("inf")  # +inf or NaN by the signs in q
-    index[page[5], (700 - 1) % BLOCK] = float("nan")  # visible to the last token only
-    case.index_q[1, 0] = 0
-    case.index_q[1, 0, 0] = 1
-    index[page[2]] = 0
-    index[page[2], :, 0] = float("-inf")
-    case.index_q[4, 1, 100] = float("nan")  # a NaN query: every visible block of its row and head
+    index[page[0], 17, 5] = nan
+    index[page[1], 3] = inf  # +inf or NaN by the signs in q
+    index[page[5], (700 - 1) % BLOCK] = nan  # visible to the last token only
+    query[1, 0] = zero
+    query[1, 0, 0] = one
+    index[page[2]] = zero
+    index[page[2], :, 0] = low
+    query[first + 1, 1, 100] = nan  # a NaN query: every visible block of its row and head
     scores = msa_kernels.index_score(*case.index_args)
     expected = reference.index_score(*case.index_args)
     torch.testing.assert_close(scores, expected, rtol=0, atol=0, equal_nan=True)
-    assert not bool(scores[:, :2, 5].isnan().any()) and bool(scores[:, 2, 5].isnan().all())
-    assert bool(scores[1, 4, :40].isnan().all()) and not bool(scores[0, 4].isnan().any())
-    assert float(scores[0, 1, 2]) == float("-inf")
+    last = first - 1
+    assert not bool(scores[:, :last, 5].isnan().any()) and bool(scores[:, last, 5].isnan().all())
+    row, own = scores[:, first + 1], int(case.visible[first + 1])
+    assert bool(row[1, :own].isnan().all()) and not bool(row[0].isnan().any())
+    assert float(scores[0, 1, 2]) == (-448.0 if dtype == FP8 else float("-inf"))
 
 
 @pytest.mark.parametrize("dtype", INDEX_DTYPES, ids=dtype_name)

@@ -8,6 +8,7 @@ from msa_kernels import reference
 from tests.inputs import BATCHES, BLOCK, FP8, dtype_name, guarded, make_case, same_bits
 from tests.tolerance import assert_ids, assert_scores, assert_selection
 
+INF, NAN = float("inf"), float("nan")
 INDEX_DTYPES = [torch.float32, torch.bfloat16, FP8]
 
 
@@ -140,17 +141,49 @@ def test_out_is_written_inside_its_view_only(device, require):
     assert same_bits(out, plain)
 
 
-def test_nan_queries_and_keys(device, require):
-    """Rows whose scores are all NaN, or partly, still give distinct ids in order."""
-    require("select_blocks")
-    case = make_case("long", values="integer", device=device)
-    case.index_q[0] = float("nan")
-    case.index_q[5, 1] = float("nan")
-    case.index_k_cache[case.block_table[2, :20].long(), 5] = float("nan")
-    case.index_k_cache[case.block_table[3, 0].long(), 5] = float("inf")
+@pytest.mark.parametrize(
+    "lengths,heads",
+    [("long", 2), ([(300, 5000), (1, 6144)], 4), ([(20, 5000)] * 3, 3)],
+    ids=["few", "many", "some"],
+)
+@pytest.mark.parametrize("dtype", INDEX_DTYPES, ids=dtype_name)
+def test_nan_queries_and_keys(device, require, dtype, lengths, heads):
+    """Rows whose scores are all NaN, or partly, still give distinct ids in order.
+
+    With few query rows a request, and with as many as other kernels are for; NaN and Inf stand in
+    whole keys, in one number of a key, and past what a tile's first rows see.
+    """
+    require("select_blocks", dtype, dtype)
+    case = make_case(
+        lengths, hq=heads, hkv=heads, index_dtype=dtype, values="integer", device=device
+    )
+    nan, inf = (torch.tensor([x], device=device).to(dtype) for x in (NAN, INF))
+    tokens, last = case.num_real, len(case.lengths) - 1
+    request = max(range(last + 1), key=lambda r: case.lengths[r][0])  # of the most tokens
+    length = case.lengths[request][1]
+    query, index = (
+        x.view(torch.uint8) if dtype == FP8 else x for x in (case.index_q, case.index_k_cache)
+    )
+    nan, inf = (x.view(torch.uint8) if dtype == FP8 else x for x in (nan, inf))
+    query[0] = nan
+    query[5, 1] = nan
+    query[tokens // 2, 0, 77] = nan
+    query[tokens - 1, heads - 1, 127] = nan
+    page = case.block_table[request].long()
+    index[page[:20], 5] = nan
+    index[page[22], 127, 64] = nan
+    index[page[(length - 1) // BLOCK], (length - 1) % BLOCK] = nan  # seen by the last token alone
+    index[case.block_table[last, 0].long(), 5] = inf
     expected = reference.select_blocks(*case.index_args)
     assert_ids(msa_kernels.select_blocks(*case.index_args), expected)
-    assert expected[0, 0].tolist() == [*range(15), 40]
+    own = int(case.visible[0]) - 1
+    assert expected[0, 0].tolist() == [*range(15), own]
+    scores = reference.index_score(*case.index_args)
+    assert bool(scores.isnan().any(dim=-1).all(dim=0)[: case.num_real].any())
+    # Where own blocks are not forced, they are scored like the others.
+    rule = {"local_blocks": 0}
+    expected = reference.select_blocks(*case.index_args, **rule)
+    assert_ids(msa_kernels.select_blocks(*case.index_args, **rule), expected)
 
 
 def test_bits_do_not_depend_on_the_batch(device, require):
@@ -173,6 +206,16 @@ def test_bits_do_not_depend_on_the_batch(device, require):
         assert same_bits(one[0], ids[head])
     for _ in range(19):
         assert same_bits(msa_kernels.select_blocks(*case.index_args), ids)
+
+
+@pytest.mark.parametrize("lengths", ["long", [(300, 5000), (1, 2700)]], ids=["few", "many"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=dtype_name)
+def test_hundred_runs_give_the_same_bits(device, require, dtype, lengths):
+    require("select_blocks", dtype, dtype)
+    case = make_case(lengths, hq=4, hkv=4, index_dtype=dtype, device=device)
+    first = msa_kernels.select_blocks(*case.index_args)
+    runs = 100 if device == "cuda" else 5
+    assert all(same_bits(msa_kernels.select_blocks(*case.index_args), first) for _ in range(runs))
 
 
 @pytest.mark.parametrize("heads", [1, 3, 4, 16])
@@ -272,16 +315,18 @@ def test_a_very_long_context(device, require):
     assert_ids(msa_kernels.select_blocks(*case.index_args), expected)
 
 
-@pytest.mark.parametrize("blocks", [1024, 1025, 4095, 4096, 4097, 8191, 8192, 8193])
+@pytest.mark.parametrize(
+    "blocks", [1024, 1025, 4095, 4096, 4097, 8191, 8192, 8193, 16384, 16385, 20000]
+)
 @pytest.mark.parametrize("dtype", INDEX_DTYPES, ids=dtype_name)
 def test_contexts_up_to_a_million_tokens(device, require, dtype, blocks):
-    """Scores and ids over a table that walks 50 pages again and again: ties without end."""
+    """And past them; a table that walks 50 pages again and again: ties without end."""
     require("select_blocks", dtype, dtype)
     require("index_score", dtype, dtype)
     generator = torch.Generator().manual_seed(blocks)
     index_q = torch.randint(-2, 3, (2, 2, 128), generator=generator).to(dtype).to(device)
     cache = torch.randint(-2, 3, (50, BLOCK, 128), generator=generator).to(dtype).to(device)
-    table = torch.randint(50, (1, 8193), generator=generator).int().to(device)
+    table = torch.randint(50, (1, max(8193, blocks)), generator=generator).int().to(device)
     cu_seqlens_q = torch.tensor([0, 2], dtype=torch.int32, device=device)
     seq_lens = torch.tensor([blocks * BLOCK], dtype=torch.int32, device=device)
     args = (index_q, cache, table, cu_seqlens_q, seq_lens)

@@ -50,7 +50,7 @@ def test_counts_around_topk(device, require, topk):
         check(scores.to(device), visible.to(device), topk)
 
 
-@pytest.mark.parametrize("blocks", [1023, 1025, 4096, 4097, 8191, 8192, 8193, 16384])
+@pytest.mark.parametrize("blocks", [1023, 1025, 4096, 4097, 8191, 8192, 8193, 16384, 16385, 20000])
 def test_many_blocks(device, require, blocks):
     require("topk_blocks", torch.float32)
     generator = torch.Generator().manual_seed(blocks)
@@ -75,7 +75,7 @@ def test_many_rows_of_many_blocks(device, require, blocks):
     check(scores.to(device), visible.to(device))
 
 
-@pytest.mark.parametrize("blocks", [17, 1024, 8192])
+@pytest.mark.parametrize("blocks", [17, 1024, 8192, 16385])
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.5, -3e38, INF, -INF, NAN])
 def test_all_equal(device, require, value, blocks):
     """Ties: the lower ids, and the forced last block."""

@@ -14,6 +14,7 @@ from tests.inputs import (
     LAYOUTS,
     SELECTIONS,
     D,
+    dtype_name,
     make_case,
     make_selection,
     same_bits,
@@ -164,6 +165,24 @@ def test_own_paged_decode(device, require, layout, selection):
         view.kv_lens,
         return_lse=True,
     )
+    assert_attention(case, out.view_as(case.q), lse.view(case.num_tokens, 8))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+def test_own_paged_decode_on_fp8(device, require, dtype, layout):
+    """One scale of K and one of V: a view has one KV head, and takes no more."""
+    require("decode_view", torch.int32)
+    require("paged_decode", dtype, FP8)
+    case = make_case(
+        "verify", layout=layout, hq=8, hkv=2, dtype=dtype, cache_dtype=FP8, device=device
+    )
+    view = view_of(case)
+    args = (case.q.reshape(case.num_tokens * 2, 4, D), view.k_view, view.v_view, *view[:2])
+    with pytest.raises(ValueError, match=r"msa\.paged_decode: k_scale must .*\[2\]"):
+        msa_kernels.paged_decode(*args, **case.scales)
+    case = case.with_(k_scale=case.k_scale[:1], v_scale=case.v_scale[1:])
+    out, lse = msa_kernels.paged_decode(*args, **case.scales, return_lse=True)
     assert_attention(case, out.view_as(case.q), lse.view(case.num_tokens, 8))
 
 

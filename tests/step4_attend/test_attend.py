@@ -116,12 +116,14 @@ def test_topk(device, require, op, topk):
     check(op, make_case(lengths, topk=topk, device=device))
 
 
+@pytest.mark.parametrize("group", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("q_len", range(1, 10))
-def test_every_verify_length(device, require, op, q_len):
+def test_every_verify_length(device, require, op, q_len, group):
     """Steps of 1 to 9 tokens that end before, at and behind a boundary; own rows differ."""
     require(op)
     lengths = [(q_len, n) for n in (q_len, 127 + q_len, 128, 132, 2048, 2048 + q_len - 1, 5300)]
-    check(op, make_case([*lengths, (0, 50)], device=device))
+    hkv = 2 if group == 4 else 1
+    check(op, make_case([*lengths, (0, 50)], hq=hkv * group, hkv=hkv, device=device))
 
 
 @pytest.mark.parametrize(
@@ -616,6 +618,60 @@ def test_contexts_up_to_a_million_tokens(device, require, op, blocks):
     exact, exact_lse = reference.sparse_attention(*case.attend_args)
     torch.testing.assert_close(out.float(), exact, **near(out.dtype))
     torch.testing.assert_close(lse, exact_lse, rtol=LSE_REL, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtypes", [DTYPES[1], DTYPES[2]], ids=dtype_name)
+@pytest.mark.parametrize("what", ["tokens of q", "heads of q", "pages", "heads", "tokens"])
+def test_expanded_inputs(device, require, op, dtypes, what):
+    """A stride of 0: one token or head of q for all; one page, head or token of the caches."""
+    require(op, *dtypes)
+    case = make_case(
+        [(40, 2900), (1, 300)],
+        dtype=dtypes[0],
+        cache_dtype=dtypes[1],
+        padding_rows=0,
+        device=device,
+    )
+    if what == "tokens of q":
+        case = case.with_(q=case.q[:1].expand_as(case.q))
+    elif what == "heads of q":
+        case = case.with_(q=case.q[:, 3:4].expand_as(case.q))
+    else:
+        axis = {"pages": 0, "heads": 1, "tokens": 2}[what]
+        page = case.block_table[0, 0].long()
+        if axis > 0:  # no poison that only some of the pages, which stay apart, would hold
+            case.k_cache.view(torch.uint8).copy_(case.k_cache.view(torch.uint8)[page].clone())
+            case.v_cache.view(torch.uint8).copy_(case.v_cache.view(torch.uint8)[page].clone())
+            page = 0
+        k, v = (
+            cache.view(torch.uint8).narrow(axis, int(page), 1).view(cache.dtype).expand_as(cache)
+            for cache in (case.k_cache, case.v_cache)
+        )
+        case = case.with_(k_cache=k, v_cache=v)
+    check(op, case)
+
+
+@pytest.mark.parametrize("dtypes", [DTYPES[1], DTYPES[2]], ids=dtype_name)
+@pytest.mark.parametrize("missing", ["pages", "columns"])
+@pytest.mark.parametrize("tokens", [2, 300])
+def test_no_pages_at_all(device, require, op, dtypes, tokens, missing):
+    """A pool without a page, or a table without a column: nothing to attend to, everywhere."""
+    require(op, *dtypes)
+    lengths, hq = [(tokens, 2000), (1, 5)], 8 if tokens == 2 else 32
+    case = make_case(lengths, hq=hq, dtype=dtypes[0], cache_dtype=dtypes[1], device=device)
+    if missing == "pages":
+        case = case.with_(k_cache=case.k_cache[:0], v_cache=case.v_cache[:0])
+    else:
+        case = case.with_(block_table=case.block_table[:, :0])
+    out, lse = run(op, case)
+    assert not bool(out.any()) and bool((lse == float("-inf")).all())
+    out, lse = msa_kernels.paged_decode(
+        *(case.q, case.k_cache, case.v_cache, case.block_table, case.seq_lens),
+        cu_seqlens_q=case.cu_seqlens_q,
+        return_lse=True,
+        **case.scales,
+    )
+    assert not bool(out.any()) and bool((lse == float("-inf")).all())
 
 
 def test_logits_of_minus_infinity(device, require, op):

@@ -87,6 +87,36 @@ def test_wide_tables(device, require, dtypes, max_pages, hkv):
     check(make_case(lengths, hq=4 * hkv, hkv=hkv, max_pages=max_pages, **options))
 
 
+@pytest.mark.parametrize("dtypes", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("group", [1, 4, 16])
+def test_a_million_tokens(device, require, dtypes, group):
+    """8,192 live blocks, 8 pages again and again: every key 1,024 times is every key once."""
+    require("paged_decode", *dtypes)
+    group = group if device == "cuda" else min(group, 2)
+    case = make_case(
+        [(1, 8 * BLOCK), (1, 8 * BLOCK), (1, 3 * BLOCK)],
+        hq=group,
+        hkv=1,
+        dtype=dtypes[0],
+        cache_dtype=dtypes[1],
+        max_pages=8,
+        padding_rows=0,
+        device=device,
+    )
+    times = torch.tensor([1024, 512, 1], device=device)
+    table = case.block_table.repeat(1, 1024)
+    args = (case.q, case.k_cache, case.v_cache, table, case.seq_lens * times.int())
+    out, lse = msa_kernels.paged_decode(*args, **case.scales, return_lse=True)
+    once = (*args[:3], case.block_table, case.seq_lens)
+    exact, exact_lse = reference.paged_decode(*once, **case.scales, compute_dtype=torch.float64)
+    every = torch.arange(8, dtype=torch.int32, device=device)
+    dense = case.with_(ids=every.expand(1, case.num_tokens, 8))
+    exact_lse += times[:, None].log()
+    floor = 1024**0.5 * attention_floor(exact, exact_lse)  # so many more terms to sum in FP32
+    assert_close(out, exact, attention_in_dtype(dense), floor=floor)
+    assert_lse_close(lse, exact_lse)
+
+
 def test_lengths_past_the_table(device, require):
     """A row longer than its table is taken as long as the table."""
     require("paged_decode")
