@@ -1,6 +1,6 @@
-"""Draft tokens in sparse_decode: calls with enough tokens a request that Hopper serves by kernels of
-their own, one where tiles of tokens fill a GPU, and one that splits a tile's blocks where they do
-not. Every token must get what it gets alone."""
+"""Draft tokens in sparse_decode: calls with enough tokens a request that Hopper serves by kernels
+of their own, one where tiles of tokens fill a GPU, others where they do not. Every token must get
+what it gets alone."""
 
 import pytest
 import torch
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.gpu
 
 REQUESTS = {(64, 4): 32, (32, 4): 31, (32, 2): 64, (16, 1): 128, (8, 1): 125}
 """(Hq, Hkv), of 16 or 8 query heads a KV head -> requests whose tiles, one each, fill 132 SMs"""
-FEW = {(64, 4): (1, 3, 8, 31), (32, 4): (2, 17), (32, 2): (1, 11), (16, 1): (1, 5), (8, 1): (4, 60)}
-"""the same of calls whose tiles are split, in as many parts as there are SMs for"""
+FEW = {(64, 4): (1, 8, 16), (32, 4): (17,), (32, 2): (11,), (16, 1): (5, 60), (8, 1): (90,)}
+"""requests whose tiles are fewer"""
 ANY = [(heads, count) for heads, few in FEW.items() for count in (*few, REQUESTS[heads])]
 
 
@@ -191,14 +191,12 @@ def test_contexts_past_a_window(blocks, requests):
     check(case.with_(ids=ids))
 
 
-@pytest.mark.parametrize(("hq", "requests"), [(32, 64), (16, 64), (32, 3)])
+@pytest.mark.parametrize(("hq", "requests"), [(32, 64), (16, 64), (16, 100), (32, 3)])
 def test_bits_do_not_depend_on_neighbours(hq, requests):
-    """Other requests beside it, in another order, and other tokens in the tile, where its blocks
-    are not split: the same bits."""
+    """Other requests beside it, in another order, and other tokens in the tile: the same bits."""
     case = draft_case(hq, hq // 16, 7, requests=requests, vary=False, padding_rows=1)
     case = case.with_(ids=shared_selection(case, 0.5))
     out, lse = run(case)
-    moves = requests > 3
     # Moved by one row, every token but one is in another place of its tile, or in another one.
     moved = case.with_(
         q=torch.cat([case.q[:1], case.q[:-1]]),
@@ -207,9 +205,7 @@ def test_bits_do_not_depend_on_neighbours(hq, requests):
     )
     moved.cu_seqlens_q[0] = 0
     again, again_lse = run(moved)
-    if moves:
-        assert same_bits(again[1:], out[:-1]) and same_bits(again_lse[1:], lse[:-1])
-    torch.testing.assert_close(again[1:], out[:-1], **near(out.dtype))
+    assert same_bits(again[1:], out[:-1]) and same_bits(again_lse[1:], lse[:-1])
     order = torch.arange(len(case.lengths), device="cuda").flip(0)
     rows = torch.arange(case.num_real, device="cuda").view(-1, 7)[order].flatten()
     rows = torch.cat([rows, rows.new_tensor([case.num_real])])
