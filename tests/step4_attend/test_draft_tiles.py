@@ -1,5 +1,6 @@
-"""Draft tokens in sparse_decode: calls with enough tokens a request, and enough tiles of them to
-fill a GPU, that Hopper serves by a kernel of its own. Every token must get what it gets alone."""
+"""Draft tokens in sparse_decode: calls with enough tokens a request that Hopper serves by kernels
+of their own, one where tiles of tokens fill a GPU, others where they do not. Every token must get
+what it gets alone."""
 
 import pytest
 import torch
@@ -24,6 +25,9 @@ pytestmark = pytest.mark.gpu
 
 REQUESTS = {(64, 4): 32, (32, 4): 31, (32, 2): 64, (16, 1): 128, (8, 1): 125}
 """(Hq, Hkv), of 16 or 8 query heads a KV head -> requests whose tiles, one each, fill 132 SMs"""
+FEW = {(64, 4): (1, 8, 16), (32, 4): (17,), (32, 2): (11,), (16, 1): (5, 60), (8, 1): (90,)}
+"""requests whose tiles are fewer"""
+ANY = [(heads, count) for heads, few in FEW.items() for count in (*few, REQUESTS[heads])]
 
 
 @pytest.fixture(autouse=True)
@@ -83,34 +87,37 @@ def check(case):
     ("topk", "share"),
     [(16, 0.0), (16, 0.5), (16, 0.9), (16, 1.0), (5, 0.7), (32, 0.7), (1, 0.5)],
 )
-@pytest.mark.parametrize(("hq", "hkv"), REQUESTS)
-def test_shares_of_blocks(hq, hkv, topk, share):
-    case = draft_case(hq, hkv, topk=topk)
+@pytest.mark.parametrize(("heads", "requests"), ANY)
+def test_shares_of_blocks(heads, requests, topk, share):
+    case = draft_case(*heads, requests=requests, topk=topk)
     check(case.with_(ids=shared_selection(case, share)))
 
 
 @pytest.mark.parametrize("tokens", range(3, 18))
+@pytest.mark.parametrize("few", [0, 1, 4])
 @pytest.mark.parametrize(("hq", "hkv"), [(64, 4), (32, 4)])
-def test_tokens_of_a_request(hq, hkv, tokens):
+def test_tokens_of_a_request(hq, hkv, tokens, few):
     """More than a tile holds are cut; on both sides of where they are."""
     tile_tokens = 128 // (hq // hkv)
     tiles = -(-tokens // tile_tokens)
-    case = draft_case(hq, hkv, tokens, requests=32 // tiles)
+    case = draft_case(hq, hkv, tokens, requests=few or 32 // tiles)
     out, lse = check(case.with_(ids=shared_selection(case, 0.8)))
     assert_attention(case.with_(ids=shared_selection(case, 0.8)), out, lse)
 
 
+@pytest.mark.parametrize("requests", [2, 32])
 @pytest.mark.parametrize("layout", ["nhd", "interleaved", "nhd_kv", "offset"])
-def test_layouts_and_strides(layout):
-    case = draft_case(layout=layout, strided=True, poison="inf", shared_prefix=3)
+def test_layouts_and_strides(layout, requests):
+    case = draft_case(requests=requests, layout=layout, strided=True, poison="inf", shared_prefix=3)
     check(case)
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8], ids=dtype_name)
 @pytest.mark.parametrize("kind", ["holes", "duplicates", "tables", "int64", "none", "lengths"])
+@pytest.mark.parametrize("requests", [12, None])
 @pytest.mark.parametrize(("hq", "hkv"), [(64, 4), (32, 4)])
-def test_what_a_selection_may_hold(hq, hkv, kind, cache_dtype):
-    case = draft_case(hq, hkv, cache_dtype=cache_dtype)
+def test_what_a_selection_may_hold(hq, hkv, requests, kind, cache_dtype):
+    case = draft_case(hq, hkv, requests=requests, cache_dtype=cache_dtype)
     ids = shared_selection(case, 0.7)
     if kind == "holes":
         ids = with_holes(ids)
@@ -135,27 +142,33 @@ def test_what_a_selection_may_hold(hq, hkv, kind, cache_dtype):
         assert not bool(out.any()) and bool((lse == float("-inf")).all())
 
 
-def test_requests_of_any_number_of_tokens():
+@pytest.mark.parametrize("hkv", [1, 2, 4])
+def test_requests_of_any_number_of_tokens(hkv):
     """Eight on the average; one has most of them, and some have none."""
     lengths = [(0, 500), (131, 4000), (1, 1), (0, 0), (8, 8), (3, 700)]
     lengths += [(q, 300 + 61 * q) for q in (1, 2, 3, 4, 5, 6, 7, 8, 9, 13)] * 3
     lengths = lengths[:32]
-    case = make_case(lengths, hq=64, hkv=4, dtype=torch.bfloat16, device="cuda")
+    case = make_case(
+        lengths, hq=16 * hkv, hkv=hkv, dtype=torch.bfloat16, device="cuda", shared_prefix=2
+    )
     assert 5 <= case.num_tokens // len(lengths) <= 8
     check(case.with_(ids=shared_selection(case, 0.8)))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("share", [0.0, 0.9])
+@pytest.mark.parametrize("requests", [1, 9, None])
 @pytest.mark.parametrize(("hq", "hkv"), [(64, 4), (32, 4)])
-def test_wild_values_reach_those_that_see_them(hq, hkv, share, value):
-    case = draft_case(hq, hkv, topk=7)
+def test_wild_values_reach_those_that_see_them(hq, hkv, requests, share, value):
+    case = draft_case(hq, hkv, requests=requests, topk=7)
     case = case.with_(ids=shared_selection(case, share))
     rng = torch.Generator().manual_seed(0)
     for request, (_, length) in enumerate(case.lengths):
         token = int(torch.randint(length, (1,), generator=rng))
         page = case.block_table[request, token // BLOCK].long()
         case.v_cache[page, request % hkv, token % BLOCK, 3:7] = value
+    newest = case.block_table[0, (case.lengths[0][1] - 1) // BLOCK].long()
+    case.v_cache[newest, 0, (case.lengths[0][1] - 1) % BLOCK, 90] = value  # the last token alone
     out, lse = run(case)
     exact, exact_lse = reference.sparse_attention(*case.attend_args)
     assert torch.equal(out.isfinite(), exact.isfinite()) and not bool(out.isfinite().all())
@@ -165,9 +178,10 @@ def test_wild_values_reach_those_that_see_them(hq, hkv, share, value):
 
 
 @pytest.mark.parametrize("blocks", [8192, 12288, 12289, 40_000])
-def test_contexts_past_a_window(blocks):
+@pytest.mark.parametrize("requests", [24, None])
+def test_contexts_past_a_window(blocks, requests):
     """A table that walks few pages again and again; ids up to the last block, some twice."""
-    case = draft_case(16, 1, vary=False)
+    case = draft_case(16, 1, requests=requests, vary=False)
     pages = case.block_table[-1, :10]
     table = pages[torch.arange(blocks, device="cuda") % 10].expand(len(case.lengths), -1)
     short = torch.arange(len(case.lengths), device="cuda") * 13
@@ -177,9 +191,10 @@ def test_contexts_past_a_window(blocks):
     check(case.with_(ids=ids))
 
 
-def test_bits_do_not_depend_on_neighbours():
+@pytest.mark.parametrize(("hq", "requests"), [(32, 64), (16, 64), (16, 100), (32, 3)])
+def test_bits_do_not_depend_on_neighbours(hq, requests):
     """Other requests beside it, in another order, and other tokens in the tile: the same bits."""
-    case = draft_case(32, 2, 7, vary=False, padding_rows=1)
+    case = draft_case(hq, hq // 16, 7, requests=requests, vary=False, padding_rows=1)
     case = case.with_(ids=shared_selection(case, 0.5))
     out, lse = run(case)
     # Moved by one row, every token but one is in another place of its tile, or in another one.
@@ -204,9 +219,10 @@ def test_bits_do_not_depend_on_neighbours():
     assert same_bits(again, out[rows]) and same_bits(again_lse, lse[rows])
 
 
-def test_graph_replays_follow_their_inputs():
+@pytest.mark.parametrize("requests", [21, None])
+def test_graph_replays_follow_their_inputs(requests):
     """A captured call reads lengths, tokens of each request, tables and ids when it is replayed."""
-    case = draft_case()
+    case = draft_case(requests=requests)
     ids, table, lens = case.ids.clone(), case.block_table.clone(), case.seq_lens.clone()
     starts = case.cu_seqlens_q.clone()
     held = case.with_(ids=ids, block_table=table, seq_lens=lens, cu_seqlens_q=starts)

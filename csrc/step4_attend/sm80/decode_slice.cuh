@@ -217,6 +217,27 @@ __device__ __forceinline__ void for_value_operands(uint32_t v, int step, const V
   }
 }
 
+// s -> logits in log2 units, those past `valid` -inf, and the largest of rows g and g + 8.
+template <int kColumns>
+__device__ __forceinline__ void scale_logits(float (&s)[kColumns][4], int valid,
+                                             const float (&scale)[2], float (&largest)[2]) {
+  const int quad = threadIdx.x % 4;
+  largest[0] = largest[1] = -INFINITY;
+#pragma unroll
+  for (int tile = 0; tile < kColumns; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      s[tile][i] = tile * 8 + quad * 2 + i % 2 < valid ? s[tile][i] * scale[i / 2] : -INFINITY;
+      largest[i / 2] = fmaxf(largest[i / 2], s[tile][i]);
+    }
+  }
+#pragma unroll
+  for (float& value : largest) {
+    value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, 1));
+    value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, 2));
+  }
+}
+
 // What a warp holds of 16 rows while it walks its slices; of a lane rows g and g + 8.
 template <typename Element>
 struct Rows {
@@ -242,20 +263,10 @@ struct Rows {
   // s -> p packed as the first operand of the next product, and what o must shrink by before it.
   __device__ __forceinline__ void softmax(float (&s)[S::kColumns][4], int valid,
                                           const float (&scale)[2], Weights& p, float (&factor)[2]) {
-    const int quad = threadIdx.x % 4;
-    float largest[2] = {-INFINITY, -INFINITY}, reference[2], added[2] = {};
-#pragma unroll
-    for (int tile = 0; tile < S::kColumns; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        s[tile][i] = tile * 8 + quad * 2 + i % 2 < valid ? s[tile][i] * scale[i / 2] : -INFINITY;
-        largest[i / 2] = fmaxf(largest[i / 2], s[tile][i]);
-      }
-    }
+    float largest[2], reference[2], added[2] = {};
+    scale_logits(s, valid, scale, largest);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 1));
-      largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 2));
       largest[r] = fmaxf(largest[r] - kFirstWeight, maximum[r]);
       reference[r] = reference_of(largest[r]);
       factor[r] = exp2_fast(maximum[r] - reference[r]);

@@ -1,3 +1,4 @@
+// Host side of the cluster kernel: in how many parts a unit is cut, which the driver has a say in.
 #include "device/persistent_grid.cuh"
 #include "step4_attend/sm90/decode_cluster_kernel.cuh"
 

@@ -107,26 +107,16 @@ struct ClusterRows {
   float o[2][2][4] = {};                                   // [slice % 2][tile]
   float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // the CTA's; of the lane's own columns
 
-  // s -> logits in log2 units, those past `valid` -inf; their largest to shared.maxima.
-  __device__ __forceinline__ void scale_logits(ClusterStorage& shared, int warp,
+  // s -> logits; their largest to shared.maxima.
+  __device__ __forceinline__ void store_maxima(ClusterStorage& shared, int warp,
                                                float (&s)[S::kColumns][4], int valid,
                                                const float (&scale)[2]) {
-    const int row = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
-    float largest[2] = {-INFINITY, -INFINITY};
+    const int row = threadIdx.x % 32 / 4;
+    float largest[2];
+    scale_logits(s, valid, scale, largest);
+    if (threadIdx.x % 4 != 0) return;
 #pragma unroll
-    for (int tile = 0; tile < S::kColumns; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        s[tile][i] = tile * 8 + quad * 2 + i % 2 < valid ? s[tile][i] * scale[i / 2] : -INFINITY;
-        largest[i / 2] = fmaxf(largest[i / 2], s[tile][i]);
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 1));
-      largest[r] = fmaxf(largest[r], __shfl_xor_sync(kAllLanes, largest[r], 2));
-      if (quad == 0) shared.maxima[row + 8 * r][warp] = largest[r];
-    }
+    for (int r = 0; r < 2; ++r) shared.maxima[row + 8 * r][warp] = largest[r];
   }
 
   // Logits -> P to shared.weights; o shrinks to the new maximum.
@@ -297,7 +287,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
     __syncwarp();
     float s[S::kColumns][4] = {};
     if (valid > 0) score(query, stage_address(warp, stage), s);
-    rows.scale_logits(shared, warp, s, valid, query.scale);
+    rows.store_maxima(shared, warp, s, valid, query.scale);
     __syncthreads();
     const int later_valid = fetch(stage == 0 ? kStages - 1 : stage - 1, round + 2);
     rows.store_weights(shared, warp, s);

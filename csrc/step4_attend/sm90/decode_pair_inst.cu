@@ -1,3 +1,4 @@
+// Host side of the pair kernel: how many warps a CTA has.
 #include "step4_attend/sm90/decode_pair_kernel.cuh"
 
 namespace msa {

@@ -1,3 +1,4 @@
+// Host side of the tile kernel: a grid with room for any lengths, and tensor maps of q, K and V.
 #include <algorithm>
 #include <cmath>
 
