@@ -20,7 +20,7 @@ from tests.inputs import (
     with_duplicates,
     with_holes,
 )
-from tests.tolerance import assert_attention, near
+from tests.tolerance import LSE_REL, assert_attention, near
 
 pytestmark = pytest.mark.gpu
 
@@ -205,14 +205,15 @@ def test_blocks_without_a_logit_before_blocks_of_very_low_ones(tokens):
     case.k_cache[page, :, where % 128, 0] = low[:, None]
     ids = torch.arange(0, 64, 2, device="cuda").expand_as(case.ids).contiguous()
     case = case.with_(ids=ids.int())
-    want, want_lse = msa_kernels.reference.sparse_prefill(*case.attend_args)
+    some = torch.arange(0, tokens, tokens // 20, device="cuda")
+    want, want_lse = msa_kernels.reference.sparse_prefill(*each_alone(case, some).attend_args)
     assert bool(want_lse.isfinite().all())
     for invariant in (False, True):
         out, lse = msa_kernels.sparse_prefill(
             *case.attend_args, return_lse=True, batch_invariant=invariant
         )
-        torch.testing.assert_close(out, want, **near(out.dtype))
-        torch.testing.assert_close(lse, want_lse, rtol=LSE_REL, atol=1e-4)
+        torch.testing.assert_close(out[some], want, **near(out.dtype))
+        torch.testing.assert_close(lse[some], want_lse, rtol=LSE_REL, atol=1e-4)
 
 
 def test_duplicates_among_shared_blocks_count_twice():

@@ -130,8 +130,8 @@ static __global__ void __launch_bounds__(kDraftThreads, 1)
   }
   start_next_kernel();
 
-  const int32_t real_tokens = first_token_of(batch, batch.num_requests);
-  const uint32_t padding = max(0, static_cast<int32_t>(batch.num_tokens) - real_tokens);
+  const int32_t real_tokens = requests::count_real_tokens(batch);
+  const uint32_t padding = static_cast<uint32_t>(batch.num_tokens) - real_tokens;
 #pragma unroll 1
   for (uint32_t unit = blockIdx.x * kDraftWarps + warp; unit < heads * padding;
        unit += gridDim.x * kDraftWarps) {
