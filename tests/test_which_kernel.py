@@ -53,10 +53,10 @@ PAGED = {  # pages of a row: kernels
 }
 
 SCORE = {  # (query tokens, options of select_blocks): the kernel that scores for 4 heads
-    (1, ()): "index_score_stream_sm90<cache, 8>",
-    (4, ()): "index_score_stream_sm90<cache, 16>",
-    (8, ()): "index_score_stream_sm90<cache, 32>",
-    (16, ()): "index_score_stream_sm90<cache, 64>",
+    (1, ()): "index_score_stream_sm90<cache, 8, true>",
+    (4, ()): "index_score_stream_sm90<cache, 16, true>",
+    (8, ()): "index_score_stream_sm90<cache, 32, true>",
+    (16, ()): "index_score_stream_sm90<cache, 64, true>",
     (300, ()): "index_score_tile_sm90<cache>",
     (300, (("local_blocks", 0),)): "index_score_tile_sm80<cache>",
 }
