@@ -33,16 +33,4 @@ __device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& b
                : "memory");
 }
 
-// Stores where `there` holds, without a branch.
-__device__ __forceinline__ void store_shared_8_if(bool there, uint32_t address, const uint2& bits) {
-  asm volatile(
-      "{\n"
-      ".reg .pred there;\n"
-      "setp.ne.u32 there, %0, 0;\n"
-      "@there st.shared.v2.u32 [%1], {%2, %3};\n"
-      "}\n" ::"r"(static_cast<uint32_t>(there)),
-      "r"(address), "r"(bits.x), "r"(bits.y)
-      : "memory");
-}
-
 }  // namespace msa

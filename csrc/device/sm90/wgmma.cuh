@@ -1,4 +1,4 @@
-// Warpgroup products m64n128k16 of bfloat16 (or float16) and m64n64k32 of e4m3 with float32
+// Warpgroup products m64n128k16 of bfloat16 (or float16) and m64n128k32 of e4m3 with float32
 // accumulators, on 128-byte-swizzled tiles.
 #pragma once
 
@@ -12,7 +12,6 @@ namespace msa::sm90 {
 // 16 w + 15; lane l of it holds, of each 8 columns n, rows l / 4 (values 4 n, 4 n + 1) and l / 4 +
 // 8 (values 4 n + 2, 4 n + 3), columns 8 n + 2 (l % 4) and the next.
 using Accumulator = float[64];
-using HalfAccumulator = float[32];  // of a 64 x 64 tile, alike
 
 // Shared-memory matrix descriptor, 128-byte swizzle; offsets in bytes.
 __device__ __forceinline__ uint64_t make_descriptor(uint32_t address, uint32_t leading_bytes,
@@ -39,8 +38,7 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 // The compiler must not read an accumulator before the wait that makes it whole.
-template <int kValues>
-__device__ __forceinline__ void hold(float (&values)[kValues]) {
+__device__ __forceinline__ void hold(Accumulator& values) {
 #pragma unroll
   for (float& value : values) asm volatile("" : "+f"(value)::"memory");
 }
@@ -56,10 +54,9 @@ __device__ __forceinline__ void product_ss(uint64_t a, uint64_t b, Accumulator& 
   Product::fma(a, b, sum[kIndex]..., add ? ScaleOut::One : ScaleOut::Zero);
 }
 
-template <typename Product, int kValues, size_t... kIndex>
-__device__ __forceinline__ void product_rs(const uint32_t (&a)[4], uint64_t b,
-                                           float (&sum)[kValues], bool add,
-                                           std::index_sequence<kIndex...>) {
+template <typename Product, size_t... kIndex>
+__device__ __forceinline__ void product_rs(const uint32_t (&a)[4], uint64_t b, Accumulator& sum,
+                                           bool add, std::index_sequence<kIndex...>) {
   Product::fma(a[0], a[1], a[2], a[3], b, sum[kIndex]..., add ? ScaleOut::One : ScaleOut::Zero);
 }
 
@@ -96,12 +93,12 @@ __device__ __forceinline__ void multiply_rs_float16(const uint32_t (&a)[4], uint
   detail::product_rs<Product>(a, b, sum, add, std::make_index_sequence<64>());
 }
 
-// sum (+)= A B^T for A [64][32] of e4m3 in registers and B [64][32] with k contiguous in shared
+// sum (+)= A B^T for A [64][32] of e4m3 in registers and B [128][32] with k contiguous in shared
 // memory. The sums are not float32's: see step1_score/sm90/score_error.cuh.
 __device__ __forceinline__ void multiply_rs_e4m3(const uint32_t (&a)[4], uint64_t b,
-                                                 HalfAccumulator& sum, bool add) {
-  using Product = cute::SM90::GMMA::MMA_64x64x32_F32E4M3E4M3_RS_TN<>;
-  detail::product_rs<Product>(a, b, sum, add, std::make_index_sequence<32>());
+                                                 Accumulator& sum, bool add) {
+  using Product = cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_RS_TN<>;
+  detail::product_rs<Product>(a, b, sum, add, std::make_index_sequence<64>());
 }
 
 template <int kRegisters>

@@ -11,8 +11,7 @@
 // Grid      persistent, a CTA an SM, pieces of the line of (tile, page) units as in the exact
 //           kernel (score_tile_kernel.cuh).
 // Roles     role           warps  registers  does
-//           consumer 0..3  0-15   112        64 rows each, in registers: products m64n64 of half a
-//                                            page, two sums of 64 elements each
+//           consumer 0..3  0-15   112        64 rows each, in registers: one product m64n128 a page
 //           producer       16     32         a page a TMA box, and its factors; 17-19 idle
 // Shared    k        8 stages [128 keys][128 d]   131,072   128-byte swizzle
 //           factors  8 stages of a float4             128
@@ -20,9 +19,9 @@
 //           full   1 + bytes of page and factors  producer              consumers
 //           empty  16                             each consumer warp    producer
 //           A page that is not there is announced without bytes, and its bounds are -inf.
-// Timeline  consumer: wait page | products of half 0 | sums, maxima | products of half 1 | release
-//           the page | sums, maxima, bound, store. The products of the other three fill the tensor
-//           cores meanwhile; two consumers of 128 rows leave them idle for a tenth of the time.
+// Timeline  consumer: wait page | products | release the page | maxima, bound, store. The products
+//           of the other three fill the tensor cores meanwhile; two consumers of 128 rows leave
+//           them idle for a tenth of the time.
 // Next      the launch of the next kernel begins when every CTA is at its last page.
 // Limits    tensor map: strides of the index cache are multiples of 16 bytes.
 #pragma once
@@ -89,36 +88,18 @@ __device__ __forceinline__ void produce_bound_pages(const BoundWork& work, const
   }
 }
 
-// Of both rows of a thread the largest of `values` and of what came before, of the bits: the same
-// as that of the numbers where it is not negative, by half as many instructions, as there is one
-// for the largest of three. NaN of the tensor cores is positive.
-__device__ __forceinline__ void add_maxima_of_bits(const msa::sm90::HalfAccumulator& values,
+// As row_maxima(), of the bits: the same where a largest is not negative, by half as many
+// instructions, as there is one for the largest of three. NaN of the tensor cores is positive.
+__device__ __forceinline__ void row_maxima_of_bits(const msa::sm90::Accumulator& values,
                                                    int32_t& low, int32_t& high) {
   const auto bits = [&](int i) { return __float_as_int(values[i]); };
+  low = max(bits(0), bits(1));
+  high = max(bits(2), bits(3));
 #pragma unroll
-  for (int i = 0; i < 32; i += 4) {
+  for (int i = 4; i < 64; i += 4) {
     low = __vimax3_s32(low, bits(i), bits(i + 1));
     high = __vimax3_s32(high, bits(i + 2), bits(i + 3));
   }
-}
-
-// The same where all are negative: then the least of the bits is the largest number.
-__device__ __forceinline__ void add_minima_of_bits(const msa::sm90::HalfAccumulator& values,
-                                                   uint32_t& low, uint32_t& high) {
-  const auto bits = [&](int i) { return __float_as_uint(values[i]); };
-#pragma unroll
-  for (int i = 0; i < 32; i += 4) {
-    low = __vimin3_u32(low, bits(i), bits(i + 1));
-    high = __vimin3_u32(high, bits(i + 2), bits(i + 3));
-  }
-}
-
-// Of both rows of a thread and of four lanes: each lane keeps one.
-template <typename T, typename Better>
-__device__ __forceinline__ T keep_one(T low, T high, int lane, const Better& better) {
-  const bool odd = lane & 1;
-  const T kept = better(odd ? high : low, __shfl_xor_sync(kAllLanes, odd ? low : high, 1));
-  return better(kept, __shfl_xor_sync(kAllLanes, kept, 2));
 }
 
 __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
@@ -181,40 +162,33 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
     // Before the products: a load between them would keep the later ones waiting.
     const float4 block_factors = shared.factors[ring.stage];
     if (cursor.block < consumer_end && block_factors.x >= 0.0f) {
-      int32_t low = INT32_MIN, high = INT32_MIN;
-      uint32_t low_negative = ~0u, high_negative = ~0u;
+      Accumulator sums;
+      wgmma_fence();
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        HalfAccumulator sums[2];
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-          multiply_rs_e4m3(
-              queries[step],
-              advance(k_base, ring.stage * kRawPageBytes + half * (kRawPageBytes / 2) + step * 32),
-              sums[step / 2], step % 2 > 0);
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        hold(sums[0]);
-        hold(sums[1]);
-        if (half == 1 && lane == 0) barrier_arrive(&shared.empty[ring.stage]);
-#pragma unroll
-        for (int i = 0; i < 32; ++i) sums[0][i] += sums[1][i];
-        add_maxima_of_bits(sums[0], low, high);
-        if (__any_sync(kAllLanes, min(low, high) < 0)) {
-          add_minima_of_bits(sums[0], low_negative, high_negative);
-        }
+      for (int step = 0; step < kSteps; ++step) {
+        multiply_rs_e4m3(queries[step], advance(k_base, ring.stage * kRawPageBytes + step * 32),
+                         sums, step > 0);
       }
-      const int32_t best =
-          keep_one(low, high, lane, [](int32_t a, int32_t b) { return max(a, b); });
+      wgmma_commit();
+      float error = score_error(row_factors, block_factors);
+      asm volatile("" : "+f"(error));  // now, while the products are under way
+      wgmma_wait<0>();
+      hold(sums);
+      if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
+      int32_t low, high;
+      row_maxima_of_bits(sums, low, high);
+      // Two rows of four lanes: each lane keeps one.
+      const bool odd = lane & 1;
+      int32_t best = max(odd ? high : low, __shfl_xor_sync(kAllLanes, odd ? low : high, 1));
+      best = max(best, __shfl_xor_sync(kAllLanes, best, 2));
       float score = __int_as_float(best);
       if (__any_sync(kAllLanes, best < 0)) {
-        const uint32_t least = keep_one(low_negative, high_negative, lane,
-                                        [](uint32_t a, uint32_t b) { return min(a, b); });
-        if (best < 0) score = __uint_as_float(least);
+        float low_score, high_score;
+        row_maxima(sums, low_score, high_score);
+        score = max_or_nan(odd ? high_score : low_score,
+                           __shfl_xor_sync(kAllLanes, odd ? low_score : high_score, 1));
+        score = max_or_nan(score, __shfl_xor_sync(kAllLanes, score, 2));
       }
-      const float error = score_error(row_factors, block_factors);
       bound = score_key(upper_bound(score, error));
     } else if (lane == 0) {
       barrier_arrive(&shared.empty[ring.stage]);

@@ -1,28 +1,25 @@
 // How far a score that Hopper's tensor cores sum of e4m3 products may be from the exact one.
 //
-// What a product m64nNk32 of e4m3 does, found by comparing bits (docs/kernels/select_blocks.md): a
-// product q k is exact and has the exponent e = e(q) + e(k), that of a subnormal being -6. With m
-// the largest exponent of the 32 products and of the sum so far, each of these 33 terms is cut,
-// towards zero, to a multiple of u = 2^(m - 13); they are added exactly; the sum is cut to 13 bits
-// behind its leading one.
+// What m64n128k32 of e4m3 does, found by comparing bits (docs/kernels/select_blocks.md): a product
+// q k is exact and has the exponent e = e(q) + e(k), that of a subnormal being -6. With m the
+// largest exponent of the 32 products and of the sum so far, each of these 33 terms is cut, towards
+// zero, to a multiple of u = 2^(m - 13); they are added exactly; the sum is cut to 13 bits behind
+// its leading one.
 //
-// 128 elements are four steps. The large sum so far is what costs bits, so steps 0, 1 and steps 2,
-// 3 are summed apart, and added in float32. Of either pair (first, second step):
+// So a step adds an error below 33 u for its terms and below 2^-13 |sum| for its result, which is
+// at most the u of the next step, whose sum so far it is, or, after the last, 2^-13 |score|:
 //
-//   |error| < 33 u_first + 2^-13 |sum of first| + 33 u_second + 2^-13 |sum of both|
+//   |error| < 33 u_1 + 34 (u_2 + u_3 + u_4) + 2^-13 |score|
 //
-// By Cauchy and Schwarz |sum of a step| <= |q| |k| of its elements; the errors in sums so far are
-// below a 200th of these. With factors of a vector x
+// And 2^m is at most the larger of |q|max |k|max of the step and of |sum so far|, which by Cauchy
+// and Schwarz is at most |q| |k| of the steps before (and the error so far, far below 1/32 of the
+// same). With factors of a vector x
 //
-//   f_first(x)  = largest |x_i| of the step, but 2^-6 where it is less and not 0
-//   f_second(x) = the larger of the same of both steps and of the lengths of x in either
+//   f_s(x) = max(largest |x_i| of steps up to s, but 2^-6 where it is less and not 0;
+//                length of x in the steps before s)
 //
-// 2^m is at most f(q) f(k) of the step, and being a power of two at most U, the one below that;
-// |sum of first| < 2 U_second, |sum of both| < 4 U_second:
-//
-//   |error| < 2^-13 (33 U_first + 39 U_second), of both pairs together
-//
-// The largest factors of the 128 keys of a block do for all of them.
+// 2^m of step s is at most f_s(q) f_s(k), and being a power of two at most the one below that. The
+// largest factors of the 128 keys of a block do for all of them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -32,28 +29,29 @@
 namespace msa::index_score::sm90 {
 
 constexpr float kErrorScale = 1.0f / 8192;         // 2^-13
-constexpr float kFactorMargin = 1.0f + 1.0f / 64;  // errors in sums so far, and of the factors
-constexpr float kRounding = 0x1p-20f;              // of float32, many times over
+constexpr float kFactorMargin = 1.0f + 1.0f / 32;  // of sums so far (1/60), of the factors' own
 
 __device__ __forceinline__ float power_of_two_below(float value) {
   return __uint_as_float(__float_as_uint(value) & 0x7f800000u);
 }
 
-// 0 where the score is exact: of zeros.
+// The bound but for 2^-13 |score|; 0 where the score is exact: of zeros.
 __device__ __forceinline__ float score_error(const float4& row, const float4& block) {
-  const float first = power_of_two_below(row.x * block.x) + power_of_two_below(row.z * block.z);
-  const float second = power_of_two_below(row.y * block.y) + power_of_two_below(row.w * block.w);
-  return (33.01f * kErrorScale) * first + (39.01f * kErrorScale) * second;
+  const float first = power_of_two_below(row.x * block.x);
+  const float others = power_of_two_below(row.y * block.y) + power_of_two_below(row.z * block.z) +
+                       power_of_two_below(row.w * block.w);
+  return (33.01f * kErrorScale) * first + (34.01f * kErrorScale) * others;
 }
 
 // No exact score of the block is above this. `score` is no infinity.
 __device__ __forceinline__ float upper_bound(float score, float error) {
-  return fmaf(fabsf(score), kRounding, score + error);
+  return fmaf(fabsf(score), 1.001f * kErrorScale, score + error);
 }
 
-// The exact score of a block whose upper bound this is, is not below that.
+// The exact score of a block whose upper bound this is, is not below that. |score| <= |upper| +
+// error.
 __device__ __forceinline__ float lower_bound(float upper, float error) {
-  return fmaf(fabsf(upper) + error, -4.0f * kRounding, fmaf(error, -2.0f, upper));
+  return fmaf(fabsf(upper) + error, -2.01f * kErrorScale, fmaf(error, -2.0f, upper));
 }
 
 }  // namespace msa::index_score::sm90

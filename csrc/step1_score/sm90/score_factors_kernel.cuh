@@ -56,10 +56,18 @@ __device__ __forceinline__ float quarter_factor(const uint8_t* address, int quar
     }
   }
   if (largest > 0.0f) largest = fmaxf(largest, 0x1p-6f);
-  // Of both steps of a pair.
-  squares = fmaxf(squares, __shfl_xor_sync(kAllLanes, squares, 1));
-  const float other = __shfl_xor_sync(kAllLanes, largest, 1);
-  return quarter % 2 ? fmaxf(fmaxf(largest, other), sqrtf(squares)) : largest;
+  float before = __shfl_up_sync(kAllLanes, squares, 1, 4);  // of the quarters before this one
+  if (quarter == 0) before = 0.0f;
+#pragma unroll
+  for (int distance = 1; distance < 4; distance *= 2) {
+    const float other = __shfl_up_sync(kAllLanes, before, distance, 4);
+    const float larger = __shfl_up_sync(kAllLanes, largest, distance, 4);
+    if (quarter >= distance) {
+      before += other;
+      largest = fmaxf(largest, larger);
+    }
+  }
+  return fmaxf(largest, sqrtf(before));
 }
 
 __global__ void __launch_bounds__(kFactorThreads)

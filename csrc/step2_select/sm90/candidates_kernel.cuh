@@ -24,7 +24,6 @@
 // Limits    c <= 32.
 #pragma once
 
-#include "device/shared_memory.cuh"
 #include "step1_score/sm90/score_error.cuh"
 #include "step2_select/sm90/bounded_rows.cuh"
 
@@ -32,8 +31,6 @@ namespace msa::select_blocks::sm90 {
 
 using index_score::sm90::lower_bound;
 using index_score::sm90::score_error;
-
-constexpr uint32_t kClose = 1024;  // keys: 2^-13 of a score
 
 // The score that a key stands for; NaN where none does.
 __device__ __forceinline__ float score_of_key(uint32_t key) {
@@ -48,7 +45,7 @@ struct CandidateFinder {
   int64_t row;
   int32_t request;
   const RowBlocks& blocks;
-  uint32_t list;  // in shared memory: kRowEntries of key and block
+  uint2* list;  // kRowEntries of key and block
   int lane;
   const uint32_t* source;  // bounds of the row
   const float4* block_factors;
@@ -57,7 +54,7 @@ struct CandidateFinder {
   uint32_t keys[kResident ? kValues : 1];
 
   __device__ __forceinline__ CandidateFinder(const BoundedRows& work, int64_t row, int32_t request,
-                                             const RowBlocks& blocks, uint32_t list)
+                                             const RowBlocks& blocks, uint2* list)
       : work(work), row(row), request(request), blocks(blocks), list(list), lane(threadIdx.x % 32) {
     source = work.bounds + row * work.row_blocks;
     block_factors = work.block_factors + request * work.batch.max_pages;
@@ -105,10 +102,12 @@ struct CandidateFinder {
       best = max(best, key);
     });
     if (best > 1) best = lower_key(best, error_of(best_block));
-    const uint32_t begin = max(__reduce_min_sync(kAllLanes, best), 1u);
-    const int32_t reaching = __popc(__ballot_sync(kAllLanes, best >= begin));
-    if (reaching < capacity) return 1;
-    return cut_keys<1>({best}, begin, reaching, capacity, kClose).begin;
+    int32_t exceeding = 0;
+#pragma unroll
+    for (int other = 0; other < 32; ++other) {
+      exceeding += __shfl_sync(kAllLanes, best, other) > best;
+    }
+    return max(__reduce_min_sync(kAllLanes, exceeding < capacity ? best : ~0u), 1u);
   }
 
   // The same by the blocks with the `capacity` largest bounds.
@@ -138,8 +137,7 @@ struct CandidateFinder {
       const bool passes = key >= least;
       const unsigned passing = __ballot_sync(kAllLanes, passes);
       const int32_t mine = place + __popc(passing & lower_lanes);
-      store_shared_8_if(passes && mine < kRowEntries, list + mine * 8,
-                        {key, static_cast<uint32_t>(block)});
+      if (passes && mine < kRowEntries) list[mine] = {key, static_cast<uint32_t>(block)};
       place += __popc(passing);
     });
     __syncwarp();
@@ -186,45 +184,43 @@ struct CandidateFinder {
       return;
     }
 
-    // Most lists leave half of what follows idle.
-    if (listed <= 32) {
-      classify<1>(lists, least, listed);
-    } else {
-      classify<2>(lists, least, listed);
-    }
-  }
-
-  // What the entries of the list are, kEach a lane; `least` is reached by all.
-  template <int kEach>
-  __device__ __forceinline__ void classify(const RequestLists& lists, uint32_t least,
-                                           int32_t listed) const {
-    const int32_t capacity = blocks.capacity;
-    uint32_t key[kEach], low[kEach];
-    int32_t block[kEach];
-    float error[kEach];
+    // Two entries a lane.
+    uint32_t key[2], low[2];
+    int32_t block[2];
+    float error[2];
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
+    for (int i = 0; i < 2; ++i) {
       const int place = lane + 32 * i;
-      const uint2 entry = load_shared_8(list + place * 8);
-      key[i] = place < listed ? entry.x : 0;
-      block[i] = place < listed ? static_cast<int32_t>(entry.y) : 0;
-      error[i] = error_of(block[i]);
+      const uint2 entry = place < listed ? list[place] : uint2{0, 0};
+      key[i] = entry.x;
+      block[i] = static_cast<int32_t>(entry.y);
+      error[i] = key[i] > 0 ? error_of(block[i]) : 0.0f;
       low[i] = lower_key(key[i], error[i]);
     }
-    // A cut that is not quite the best makes candidates, not errors.
-    const KeyCut bounds = cut_keys(key, least, listed, capacity, kClose);
-    uint32_t cut = ~0u, next = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      if (key[i] >= bounds.begin) cut = min(cut, low[i]);
-      if (key[i] < bounds.end) next = max(next, key[i]);
+    // At least `capacity` entries reach `begin`, fewer `end`. Near enough ends it: a cut that is
+    // not the best makes candidates, not errors.
+    uint32_t begin = least, end = __reduce_max_sync(kAllLanes, max(key[0], key[1])) + 1;
+    int32_t reaching = listed;
+    while (reaching > capacity && end - begin > 1024) {
+      const uint32_t middle = begin + (end - begin) / 2;
+      const int32_t count = __popc(__ballot_sync(kAllLanes, key[0] >= middle)) +
+                            __popc(__ballot_sync(kAllLanes, key[1] >= middle));
+      if (count >= capacity) {
+        begin = middle;
+        reaching = count;
+      } else {
+        end = middle;
+      }
     }
-    cut = __reduce_min_sync(kAllLanes, cut);
-    next = __reduce_max_sync(kAllLanes, next);
+    if (reaching == capacity) end = begin;
+    const uint32_t cut = __reduce_min_sync(
+        kAllLanes, min(key[0] >= begin ? low[0] : ~0u, key[1] >= begin ? low[1] : ~0u));
+    const uint32_t next =
+        __reduce_max_sync(kAllLanes, max(key[0] < end ? key[0] : 0u, key[1] < end ? key[1] : 0u));
     const unsigned lower_lanes = (1u << lane) - 1;
     int32_t place = 0;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
+    for (int i = 0; i < 2; ++i) {
       const bool sure = low[i] > next;
       const bool kept = key[i] > 0 && (sure || key[i] >= cut);
       const unsigned keeping = __ballot_sync(kAllLanes, kept);
@@ -247,7 +243,7 @@ struct CandidateFinder {
 };
 
 template <int kValues>
-__global__ void __launch_bounds__(kRowsPerCta * 32, kValues == 32 ? 4 : 8)
+__global__ void __launch_bounds__(kRowsPerCta * 32, kValues == 32 ? 5 : 8)
     msa_find_candidates_sm90_kernel(const __grid_constant__ BoundedRows work) {
   __shared__ uint2 lists[kRowsPerCta][kRowEntries];
   const int warp = threadIdx.x / 32;
@@ -263,7 +259,7 @@ __global__ void __launch_bounds__(kRowsPerCta * 32, kValues == 32 ? 4 : 8)
     if (threadIdx.x % 32 == 0) work.row_words[row] = blocks.visible * 256;
     return;
   }
-  const CandidateFinder<kValues> finder(work, row, word.x, blocks, shared_address(lists[warp]));
+  const CandidateFinder<kValues> finder(work, row, word.x, blocks, lists[warp]);
   finder.find();
 }
 
