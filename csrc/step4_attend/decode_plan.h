@@ -22,6 +22,7 @@ struct DecodeParams {
   int32_t splits;       // CTAs of a unit
   int32_t tokens_each;  // T / B: where a token's request is looked for first
   int32_t tile_tokens;  // tiles of draft tokens only: the most that one has
+  bool paired_ctas;     // clusters only: two CTAs an SM
 };
 
 // Parts that each (token, KV head) is cut in, a power of two. `blocks`: the most that a row may
@@ -47,7 +48,8 @@ inline DecodeParams plan_decode(const AttendParams& attend, const IdsView& ids, 
           units,
           static_cast<int32_t>(decode_splits(units, blocks)),
           static_cast<int32_t>(std::max<int64_t>(1, each)),
-          0};
+          0,
+          false};
 }
 
 // Tokens of a tile of draft tokens, 0 where such tiles do not pay: of one or two tokens a request
@@ -68,9 +70,14 @@ inline int32_t draft_tile_tokens(const DecodeParams& params) {
   return static_cast<int32_t>((each + request_tiles - 1) / request_tiles);
 }
 
-// sm90/: calls small enough that every CTA has an SM of its own, the splits of a unit merged in a
-// cluster. The splits to take, 0 where the call is not that small; `blocks` as above.
-int32_t decode_cluster_splits(const DecodeParams& params, int64_t blocks,
+// sm90/: calls small enough that every CTA has an SM of its own, or half of one, the splits of a
+// unit merged in a cluster. How to cut, no splits where the call is not that small; `blocks` as
+// above.
+struct ClusterCut {
+  int32_t splits = 0;
+  bool paired_ctas = false;
+};
+ClusterCut decode_cluster_cut(const DecodeParams& params, int64_t blocks,
                               const ExecContext& context);
 void run_decode_cluster(const DecodeParams& params, const ExecContext& context, bool sparse);
 // sm90/, sparse_decode: two neighbouring tokens a CTA, the blocks that they share read once.

@@ -40,9 +40,10 @@ Plan plan_call(const AttendParams& attend, const IdsView& ids, int64_t blocks, b
     if (params.tile_tokens > 0) return {params, Way::kTiles};
   }
   if (sparse && takes_pairs(params)) return {params, Way::kPairs};
-  const int32_t splits = decode_cluster_splits(params, blocks, context);
-  if (splits == 0) return {params, Way::kPortable};
-  params.splits = splits;
+  const ClusterCut cut = decode_cluster_cut(params, blocks, context);
+  if (cut.splits == 0) return {params, Way::kPortable};
+  params.splits = cut.splits;
+  params.paired_ctas = cut.paired_ctas;
   return {params, Way::kCluster};
 }
 

@@ -7,46 +7,48 @@ namespace {
 
 namespace sm90 = decode::sm90;
 
-constexpr int kSharedBytes = sizeof(sm90::ClusterStorage);
+template <int kWarps>
+constexpr int kSharedBytes = sizeof(sm90::ClusterStorage<kWarps>);
+constexpr int kWarpsAlone = 8, kWarpsOfTwo = 4;  // of a CTA that has an SM, and of two on one
 
-// A launch of clusters of `splits`; its attributes must outlive it.
+// A launch of clusters of `splits` CTAs; its attributes must outlive it.
 struct ClusterLaunch {
   cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
 
-  ClusterLaunch(int64_t splits, dim3 grid, const ExecContext& context) {
+  ClusterLaunch(int64_t splits, dim3 grid, int threads, int shared_bytes,
+                const ExecContext& context) {
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim = {static_cast<unsigned>(splits), 1, 1};
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = 1;
     config.gridDim = grid;
-    config.blockDim = dim3(sm90::kClusterThreads);
-    config.dynamicSmemBytes = kSharedBytes;
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
     config.stream = static_cast<cudaStream_t>(context.stream);
     config.attrs = attributes;
     config.numAttrs = 2;
   }
 };
 
-// Also raises the kernel's limits on the device, once.
+// Raises the kernel's limits on the device, once.
 template <auto kernel>
-void allow_large_clusters(const ExecContext& context) {
+void allow_large_clusters(const ExecContext& context, int shared_bytes) {
   static std::array<std::atomic<bool>, kMaxDevices> done{};
   const bool cached = context.device >= 0 && context.device < kMaxDevices;
   if (cached && done[context.device].load(std::memory_order_relaxed)) return;
-  check_cuda(
-      context.op,
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-      "raising the shared-memory limit");
+  allow_shared_memory<kernel>(context.op, context.device, shared_bytes);
   check_cuda(context.op,
              cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
              "allowing clusters of 16");
   if (cached) done[context.device].store(true);
 }
 
-// Clusters of `splits` CTAs that the device runs at once; a cluster lies within a GPC.
+// Clusters of `splits` CTAs of `kWarps` warps that the device runs at once, whatever the caches
+// hold; a cluster lies within a GPC.
+template <int kWarps>
 int64_t resident_clusters(int64_t splits, const ExecContext& context) {
-  constexpr auto kernel = sm90::msa_decode_cluster_sm90_kernel<__nv_bfloat16, true>;
+  constexpr auto kernel = sm90::msa_decode_cluster_sm90_kernel<__nv_bfloat16, true, kWarps>;
   static std::array<std::array<std::atomic<int>, kMaxClusterSplits + 1>, kMaxDevices> known{};
   const bool cached = context.device >= 0 && context.device < kMaxDevices;
   if (cached) {
@@ -54,8 +56,9 @@ int64_t resident_clusters(int64_t splits, const ExecContext& context) {
       return count - 1;
     }
   }
-  allow_large_clusters<kernel>(context);
-  ClusterLaunch launch(splits, dim3(static_cast<unsigned>(splits)), context);
+  allow_large_clusters<kernel>(context, kSharedBytes<kWarps>);
+  ClusterLaunch launch(splits, dim3(static_cast<unsigned>(splits)), kWarps * 32,
+                       kSharedBytes<kWarps>, context);
   launch.config.numAttrs = 1;
   int count = 0;
   if (cudaOccupancyMaxActiveClusters(&count, kernel, &launch.config) != cudaSuccess) {
@@ -66,16 +69,16 @@ int64_t resident_clusters(int64_t splits, const ExecContext& context) {
   return count;
 }
 
-template <typename Element, bool kSparse>
+template <typename Element, bool kSparse, int kWarps>
 void launch(const DecodeParams& params, const ExecContext& context) {
-  constexpr auto kernel = sm90::msa_decode_cluster_sm90_kernel<Element, kSparse>;
-  allow_large_clusters<kernel>(context);
+  constexpr auto kernel = sm90::msa_decode_cluster_sm90_kernel<Element, kSparse, kWarps>;
+  allow_large_clusters<kernel>(context, kSharedBytes<kWarps>);
   const BatchView& batch = params.attend.batch;
   const ClusterLaunch launch(
       params.splits,
       dim3(static_cast<unsigned>(params.splits), static_cast<unsigned>(batch.num_tokens),
            static_cast<unsigned>(params.attend.num_kv_heads)),
-      context);
+      kWarps * 32, kSharedBytes<kWarps>, context);
   const auto rows =
       static_cast<int32_t>((params.attend.group_size + params.splits - 1) / params.splits);
   const sm90::ClusterParams kernel_params{params, rows, (65536 + rows - 1) / rows};
@@ -83,35 +86,48 @@ void launch(const DecodeParams& params, const ExecContext& context) {
              "launching msa_decode_cluster_sm90_kernel");
 }
 
-template <bool kSparse>
+template <bool kSparse, int kWarps>
 void launch_for(const DecodeParams& params, const ExecContext& context) {
   if (params.attend.k_cache.dtype == DType::kFloat8E4M3) {
-    return launch<__nv_fp8_e4m3, kSparse>(params, context);
+    return launch<__nv_fp8_e4m3, kSparse, kWarps>(params, context);
   }
-  return launch<__nv_bfloat16, kSparse>(params, context);
+  return launch<__nv_bfloat16, kSparse, kWarps>(params, context);
+}
+
+template <bool kSparse>
+void launch_for(const DecodeParams& params, const ExecContext& context) {
+  if (params.paired_ctas) return launch_for<kSparse, kWarpsOfTwo>(params, context);
+  return launch_for<kSparse, kWarpsAlone>(params, context);
 }
 
 }  // namespace
 
-int32_t decode_cluster_splits(const DecodeParams& params, int64_t blocks,
+ClusterCut decode_cluster_cut(const DecodeParams& params, int64_t blocks,
                               const ExecContext& context) {
   constexpr int64_t kShort = 64;  // longer rows want more splits than a cluster has
-  if (blocks > kShort) return 0;
+  if (blocks > kShort) return {};
   const bool fp8 = params.attend.k_cache.dtype == DType::kFloat8E4M3;
-  const int64_t slices_of_block = fp8 ? decode::sm80::Slice<__nv_fp8_e4m3>::kPerBlock
-                                      : decode::sm80::Slice<__nv_bfloat16>::kPerBlock;
+  const int64_t slices = blocks * (fp8 ? decode::sm80::Slice<__nv_fp8_e4m3>::kPerBlock
+                                       : decode::sm80::Slice<__nv_bfloat16>::kPerBlock);
+  const auto slices_of_cta = [&](int64_t splits) { return (slices + splits - 1) / splits; };
   int64_t best = 0, best_turns = 0;
   for (int64_t splits = 1; splits <= std::min(kMaxClusterSplits, std::max<int64_t>(1, blocks));
        ++splits) {
-    if (params.num_units > resident_clusters(splits, context)) continue;
-    const int64_t warps = splits * decode::sm90::kClusterWarps;
-    const int64_t turns = (blocks * slices_of_block + warps - 1) / warps;  // slices of a warp
-    // A larger cluster must save two of them, or half: it costs about as much by itself.
+    if (params.num_units > resident_clusters<kWarpsAlone>(splits, context)) continue;
+    const int64_t turns = (slices_of_cta(splits) + kWarpsAlone - 1) / kWarpsAlone;
+    // A larger cluster must save two slices of a warp, or half: it costs about as much by itself.
     if (best == 0 || turns + 2 <= best_turns || 2 * turns <= best_turns) {
       best = splits, best_turns = turns;
     }
   }
-  return static_cast<int32_t>(best);
+  if (best == 0) return {};
+  // Two CTAs an SM where more SMs are used so, and one of them has clearly less to do.
+  int64_t pairs = std::min<int64_t>(blocks, decode::sm90::ClusterStorage<kWarpsOfTwo>::kMaxSplits);
+  while (pairs > best && params.num_units > resident_clusters<kWarpsOfTwo>(pairs, context)) --pairs;
+  if (2 * slices_of_cta(pairs) + 2 <= slices_of_cta(best)) {
+    return {static_cast<int32_t>(pairs), true};
+  }
+  return {static_cast<int32_t>(best), false};
 }
 
 void run_decode_cluster(const DecodeParams& params, const ExecContext& context, bool sparse) {

@@ -1,19 +1,21 @@
 // Step 4, sparse_decode and paged_decode on Hopper, calls so small that every CTA has an SM of its
-// own: the portable kernel's math (sm80/decode_walk.cuh) with 8 warps that share their softmax and
-// split D, so that a CTA has one part of a row and no merge of warps; the parts of a unit, one a
-// CTA, meet in a cluster.
+// own, or half of one: the portable kernel's math (sm80/decode_walk.cuh) with W warps, 8 or 4, that
+// share their softmax and split D, so that a CTA has one part of a row and no merge of warps; the
+// parts of a unit, one a CTA, meet in a cluster.
 //
 // Grid      splits x T x Hkv, the splits of a unit one cluster of 1 to 16 CTAs.
-// Rounds    slice i of a unit belongs to CTA i % splits, there to warp i / splits % 8: a round is 8
+// Rounds    slice i of a unit belongs to CTA i % splits, there to warp i / splits % W: a round is W
 //           slices of a CTA, and what is left for the last round is spread over the CTAs.
 // Roles     all warps alike. Of a round's slice of its own a warp brings K and V and computes S; of
-//           all 8 it computes O's columns [16 warp, 16 warp + 16).
-// Registers q as 16 rows (G heads, the last one repeated); o of 16 x 16, even and odd slices in
-//           sums of their own; what to fetch of the warp's next 32 slices, one a lane.
-// Shared    ring     8 warps x 3 stages x (K 4096, V 4096)                   196,608
-//           weights  P of a round, 8 slices as operands, 16 bytes a lane       4,096, FP8 8,192
-//           maxima, sums  [row][warp]                                          1,024
-//           inbox    [split][row of this CTA][D] floats, as the senders have them   16,384
+//           all W it computes 128 / W of O's columns.
+// Registers q as 16 rows (G heads, the last one repeated); o of 16 x (128 / W), even and odd slices
+//           in sums of their own; what to fetch of the warp's next 32 slices, one a lane.
+// Shared    of 8 warps, and of 4, two CTAs an SM:
+//           ring     W warps x 3 stages x (K 4096, V 4096)          196,608     98,304
+//           weights  P of a round as operands, 16 bytes a lane        8,192      4,096
+//           maxima, sums  [row][warp]                                 1,024        512
+//           inbox    [split][row of this CTA][D] floats,
+//                    as the senders have them                        16,384     12,288
 //           inbox_state  [split][row of this CTA] (m, l). CTA r merges the R rows from r * R on,
 //                    R = ceil(G / splits).
 // Timeline  position, ids and scales | pages and q | K and V of 2 rounds, then for each round:
@@ -40,8 +42,7 @@ namespace msa::decode::sm90 {
 using namespace msa::decode::sm80;
 namespace hopper = msa::sm90;
 
-constexpr int kClusterWarps = 8, kClusterThreads = kClusterWarps * 32;
-static_assert(kClusterWarps * 16 == kHeadDim, "a warp owns 16 columns of o");
+constexpr int kVectorColumns = 16;  // of o, what a warp owns one or two of
 
 struct ClusterParams {
   DecodeParams decode;
@@ -49,17 +50,22 @@ struct ClusterParams {
   int32_t inverse_r;  // row / R = row * inverse_r >> 16
 };
 
+// Four warps: two CTAs an SM.
+template <int kWarpCount>
 struct ClusterStorage {
-  static constexpr int kInboxRows = kRows + kMaxClusterSplits;  // splits * ceil(G / splits) is less
-  alignas(1024) uint8_t ring[kClusterWarps][kStages][2][kPartBytes];
-  uint4 weights[kClusterWarps * 2 * 32];
-  alignas(16) float maxima[kRows][kClusterWarps];
-  alignas(16) float sums[kRows][kClusterWarps];
+  static constexpr int kWarps = kWarpCount, kThreads = kWarps * 32;
+  static constexpr int kMaxSplits = kWarps == 8 ? kMaxClusterSplits : 8;
+  static constexpr int kInboxRows = kRows + kMaxSplits;  // splits * ceil(G / splits) is less
+  alignas(1024) uint8_t ring[kWarps][kStages][2][kPartBytes];
+  uint4 weights[kWarps * 2 * 32];
+  alignas(16) float maxima[kRows][kWarps];
+  alignas(16) float sums[kRows][kWarps];
   alignas(16) float4 inbox[kInboxRows * kHeadDim / 4];
   float2 inbox_state[kInboxRows];
   uint64_t arrived;
 };
-static_assert(sizeof(ClusterStorage) <= 227 * 1024, "shared memory of one CTA");
+static_assert(sizeof(ClusterStorage<8>) <= 227 * 1024, "shared memory of one CTA");
+static_assert(2 * (sizeof(ClusterStorage<4>) + 1024) <= 228 * 1024, "two CTAs an SM");
 
 // Has q, and the table's row of the request that the token is probably of, a part by each CTA of
 // the row's, come to L2 while position and ids are on their way.
@@ -84,31 +90,45 @@ __device__ __forceinline__ void prefetch_inputs(const DecodeParams& params,
   prefetch_to_l2(batch.block_table + guess.request * batch.table_row_stride + entry);
 }
 
-// The largest, or the sum, of a row's 8 values, one a warp.
-__device__ __forceinline__ float largest_of(const float (&values)[kClusterWarps]) {
+// The largest, or the sum, of a row's values, one a warp.
+template <int kWarps>
+__device__ __forceinline__ float largest_of(const float (&values)[kWarps]) {
   const auto* fours = reinterpret_cast<const float4*>(values);
-  const float4 low = fours[0], high = fours[1];
-  return fmaxf(fmaxf(fmaxf(low.x, low.y), fmaxf(low.z, low.w)),
-               fmaxf(fmaxf(high.x, high.y), fmaxf(high.z, high.w)));
+  float largest = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kWarps / 4; ++i) {
+    const float4 it = fours[i];
+    largest = fmaxf(largest, fmaxf(fmaxf(it.x, it.y), fmaxf(it.z, it.w)));
+  }
+  return largest;
 }
-__device__ __forceinline__ float sum_of(const float (&values)[kClusterWarps]) {
+template <int kWarps>
+__device__ __forceinline__ float sum_of(const float (&values)[kWarps]) {
   const auto* fours = reinterpret_cast<const float4*>(values);
-  const float4 low = fours[0], high = fours[1];
-  return ((low.x + low.y) + (low.z + low.w)) + ((high.x + high.y) + (high.z + high.w));
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kWarps / 4; ++i) {
+    const float4 it = fours[i];
+    sum += (it.x + it.y) + (it.z + it.w);
+  }
+  return sum;
 }
 
-// What a warp holds of the CTA's part: columns [16 warp, 16 warp + 16) of 16 rows; of a lane rows g
-// and g + 8. Tile n of o: bf16: columns 8 n + 2 t and the next; FP8: 4 t + n and 4 t + n + 2.
-template <typename Element>
+// What a warp holds of the CTA's part: one or two vectors of 16 columns of 16 rows; of a lane rows
+// g and g + 8. Tile n of a vector: bf16: columns 8 n + 2 t and the next; FP8: 4 t + n and 4 t + n
+// + 2.
+template <typename Element, int kWarps>
 struct ClusterRows {
   using S = Slice<Element>;
+  using Storage = ClusterStorage<kWarps>;
+  static constexpr int kVectors = kHeadDim / kVectorColumns / kWarps;
   static constexpr int kSteps = S::kTokens / 16;
   static constexpr float kFirstWeight = Rows<Element>::kFirstWeight;
-  float o[2][2][4] = {};                                   // [slice % 2][tile]
+  float o[kVectors][2][2][4] = {};                         // [slice % 2][tile]
   float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // the CTA's; of the lane's own columns
 
   // s -> logits; their largest to shared.maxima.
-  __device__ __forceinline__ void store_maxima(ClusterStorage& shared, int warp,
+  __device__ __forceinline__ void store_maxima(Storage& shared, int warp,
                                                float (&s)[S::kColumns][4], int valid,
                                                const float (&scale)[2]) {
     const int row = threadIdx.x % 32 / 4;
@@ -120,7 +140,7 @@ struct ClusterRows {
   }
 
   // Logits -> P to shared.weights; o shrinks to the new maximum.
-  __device__ __forceinline__ void store_weights(ClusterStorage& shared, int warp,
+  __device__ __forceinline__ void store_weights(Storage& shared, int warp,
                                                 const float (&s)[S::kColumns][4]) {
     const int lane = threadIdx.x % 32, row = lane / 4;
     float reference[2], factor[2], added[2] = {};
@@ -151,17 +171,20 @@ struct ClusterRows {
 #pragma unroll
     for (int r = 0; r < 2; ++r) sum[r] = sum[r] * factor[r] + added[r];
 #pragma unroll
-    for (auto& slices : o) {
+    for (auto& vector : o) {
 #pragma unroll
-      for (auto& tile : slices) {
+      for (auto& slices : vector) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) tile[i] *= factor[i / 2];
+        for (auto& tile : slices) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) tile[i] *= factor[i / 2];
+        }
       }
     }
   }
 
   // The warp's share of l, after its last round.
-  __device__ __forceinline__ void store_sums(ClusterStorage& shared, int warp) {
+  __device__ __forceinline__ void store_sums(Storage& shared, int warp) {
     const int row = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -171,56 +194,64 @@ struct ClusterRows {
     }
   }
 
-  // o += P V of the round's 8 slices; `values`: where the lane reads V of slice 0.
-  __device__ __forceinline__ void add_values(const ClusterStorage& shared, uint32_t values) {
+  // o += P V of the round's slices; `values`: where the lane reads V of slice 0.
+  __device__ __forceinline__ void add_values(const Storage& shared,
+                                             const uint32_t (&values)[kVectors]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int slice = 0; slice < kClusterWarps; ++slice) {
-      auto& sums = o[slice % 2];
-      uint32_t b[4];
-      load_matrices_transposed(b, values + slice * sizeof(shared.ring[0]));
+    for (int slice = 0; slice < kWarps; ++slice) {
+      uint32_t b[kVectors][4];
+#pragma unroll
+      for (int vector = 0; vector < kVectors; ++vector) {
+        load_matrices_transposed(b[vector], values[vector] + slice * sizeof(shared.ring[0]));
+      }
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const uint4 p = shared.weights[(slice * kSteps + step) * 32 + lane];
         const uint32_t a[4] = {p.x, p.y, p.z, p.w};
-        if constexpr (S::kFp8) {  // of two tokens d and d + 1: by d, then by token
-          uint32_t low[2], high[2];
-          fp8_to_f16(__byte_perm(b[2 * step], 0, 0x3120), low[0], high[0]);
-          fp8_to_f16(__byte_perm(b[2 * step + 1], 0, 0x3120), low[1], high[1]);
-          multiply_f16(sums[0], a, low[0], low[1]);
-          multiply_f16(sums[1], a, high[0], high[1]);
-        } else {
-          multiply_bf16(sums[0], a, b[0], b[1]);
-          multiply_bf16(sums[1], a, b[2], b[3]);
+#pragma unroll
+        for (int vector = 0; vector < kVectors; ++vector) {
+          auto& sums = o[vector][slice % 2];
+          const uint32_t (&v)[4] = b[vector];
+          if constexpr (S::kFp8) {  // of two tokens d and d + 1: by d, then by token
+            uint32_t low[2], high[2];
+            fp8_to_f16(__byte_perm(v[2 * step], 0, 0x3120), low[0], high[0]);
+            fp8_to_f16(__byte_perm(v[2 * step + 1], 0, 0x3120), low[1], high[1]);
+            multiply_f16(sums[0], a, low[0], low[1]);
+            multiply_f16(sums[1], a, high[0], high[1]);
+          } else {
+            multiply_bf16(sums[0], a, v[0], v[1]);
+            multiply_bf16(sums[1], a, v[2], v[3]);
+          }
         }
       }
     }
   }
 
-  // Where the lane reads the warp's columns of the V at `v`: of bf16 two vectors of 16 tokens, of
-  // FP8 one of 32.
-  static __device__ __forceinline__ uint32_t value_address(uint32_t v, int warp) {
+  // Where the lane reads 16 columns of the V at `v`: of bf16 two vectors of 16 tokens, of FP8 one
+  // of 32.
+  static __device__ __forceinline__ uint32_t value_address(uint32_t v, int columns) {
     const int lane = threadIdx.x % 32, token = S::kFp8 ? lane : lane % 16;
-    const int vector = S::kFp8 ? warp : 2 * warp + lane / 16;
+    const int vector = S::kFp8 ? columns : 2 * columns + lane / 16;
     return v + token * S::kRowBytes + (vector ^ token % 8) * 16;
   }
 
-  // The lane's columns of row g + 8 r.
-  __device__ __forceinline__ float4 columns(int r) const {
+  // The lane's columns of a vector in row g + 8 r.
+  __device__ __forceinline__ float4 columns(int vector, int r) const {
     const auto whole = [&](int tile, int i) {
-      return o[0][tile][2 * r + i] + o[1][tile][2 * r + i];
+      return o[vector][0][tile][2 * r + i] + o[vector][1][tile][2 * r + i];
     };
     if constexpr (S::kFp8) return make_float4(whole(0, 0), whole(1, 0), whole(0, 1), whole(1, 1));
     return make_float4(whole(0, 0), whole(0, 1), whole(1, 0), whole(1, 1));
   }
 };
 
-template <typename Element, bool kSparse>
-__global__ void __launch_bounds__(kClusterThreads, 1)
+template <typename Element, bool kSparse, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
     msa_decode_cluster_sm90_kernel(const __grid_constant__ ClusterParams params) {
   using S = Slice<Element>;
   extern __shared__ __align__(1024) uint8_t shared_memory[];
-  ClusterStorage& shared = *reinterpret_cast<ClusterStorage*>(shared_memory);
+  auto& shared = *reinterpret_cast<ClusterStorage<kWarps>*>(shared_memory);
   const AttendParams& attend = params.decode.attend;
   const auto split = static_cast<int32_t>(blockIdx.x), token = static_cast<int32_t>(blockIdx.y);
   const int64_t head = blockIdx.z;
@@ -242,7 +273,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
   // where they are loaded.
   const PositionGuess guess = guess_row<kSparse>(params.decode, token);
   WarpSlices<Element, kSparse> slices{params.decode, head, token, warp * splits + split,
-                                      splits * kClusterWarps};
+                                      splits * kWarps};
   const LoadingId lane_id = slices.id_of(slices.slot_of(lane));
   const float k_scale = load_scale(attend.k_scale, head);
   const float v_scale = load_scale(attend.v_scale, head);
@@ -279,7 +310,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
   }
 
   query.prepare(attend.scale * k_scale * kLog2E);
-  ClusterRows<Element> rows;
+  ClusterRows<Element, kWarps> rows;
   int stage = 0;
 #pragma unroll 1
   for (int32_t round = 0; is_round(round); ++round) {
@@ -294,7 +325,13 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
     if (!is_round(round + 1)) rows.store_sums(shared, warp);
     wait_async_copies<4>();  // behind V: both of the next two rounds
     __syncthreads();
-    rows.add_values(shared, rows.value_address(stage_address(0, stage) + kPartBytes, warp));
+    uint32_t values[rows.kVectors];
+#pragma unroll
+    for (int vector = 0; vector < rows.kVectors; ++vector) {
+      values[vector] =
+          rows.value_address(stage_address(0, stage) + kPartBytes, warp * rows.kVectors + vector);
+    }
+    rows.add_values(shared, values);
     valid = next_valid;
     next_valid = later_valid;
     stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -309,10 +346,13 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
     const int owner = row * params.inverse_r >> 16;
     const int place = split * params.rows + row - owner * params.rows;
     const uint32_t arrived = hopper::cluster_address(shared_address(&shared.arrived), owner);
-    hopper::cluster_send(
-        hopper::cluster_address(shared_address(&shared.inbox[place * 32 + warp * 4 + lane % 4]),
-                                owner),
-        rows.columns(r), arrived);
+#pragma unroll
+    for (int vector = 0; vector < rows.kVectors; ++vector) {
+      const int columns = (warp * rows.kVectors + vector) * 4 + lane % 4;
+      hopper::cluster_send(
+          hopper::cluster_address(shared_address(&shared.inbox[place * 32 + columns]), owner),
+          rows.columns(vector, r), arrived);
+    }
     if (warp == 0 && lane % 4 == 0) {
       const float sum = slices.count > 0 ? sum_of(shared.sums[row]) : 0.0f;
       hopper::cluster_send(
@@ -322,7 +362,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
   }
   if (warp >= own_rows) return;
   hopper::barrier_wait_cluster(&shared.arrived, 0);
-  for (int own = warp; own < own_rows; own += kClusterWarps) {
+  for (int own = warp; own < own_rows; own += kWarps) {
     const auto state = [&](int part) { return shared.inbox_state[part * params.rows + own]; };
     const auto value = [&](int part) {
       return shared.inbox[(part * params.rows + own) * 32 + lane];
@@ -330,7 +370,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
     float maximum, sum;
     const float4 o = splits <= 4
                          ? merge_parts<4>(splits, state, value, maximum, sum)
-                         : merge_parts<kMaxClusterSplits>(splits, state, value, maximum, sum);
+                         : merge_parts<shared.kMaxSplits>(splits, state, value, maximum, sum);
     store_result<!S::kFp8>(attend, token, head, split * params.rows + own, o, maximum, sum,
                            v_scale);
   }
