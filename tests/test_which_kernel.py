@@ -41,14 +41,14 @@ PREFILL = {  # way: (case, options of the call, kernels)
 }
 
 DECODE = {  # (requests, tokens of each, Hq, Hkv): kernels of bfloat16 caches, of FP8 caches
-    (1, 1, 64, 4): ("decode_cluster_sm90<cache, true>",) * 2,
+    (1, 1, 64, 4): ("decode_cluster_sm90<cache, true, 8>",) * 2,
     (8, 8, 16, 4): ("decode_pair_sm90<cache, 8>", "decode_pair_sm90<cache, 4>"),
     (32, 8, 16, 4): ("decode_pair_sm90<cache, 4>",) * 2,
     (32, 8, 64, 4): ("decode_tile_sm90", "decode_pair_sm90<cache, 4>"),
     (300, 1, 64, 4): ("decode_sm80<cache, true>",) * 2,
 }
 PAGED = {  # pages of a row: kernels
-    20: {"decode_cluster_sm90<cache, false>"},
+    20: {"decode_cluster_sm90<cache, false, 8>"},
     200: {"decode_sm80<cache, false>", "decode_merge_sm80"},
 }
 

@@ -122,7 +122,8 @@ ClusterCut decode_cluster_cut(const DecodeParams& params, int64_t blocks,
   }
   if (best == 0) return {};
   // Two CTAs an SM where more SMs are used so, and one of them has clearly less to do.
-  int64_t pairs = std::min<int64_t>(blocks, decode::sm90::ClusterStorage<kWarpsOfTwo>::kMaxSplits);
+  int64_t pairs = std::clamp(blocks, int64_t{1},
+                             int64_t{decode::sm90::ClusterStorage<kWarpsOfTwo>::kMaxSplits});
   while (pairs > best && params.num_units > resident_clusters<kWarpsOfTwo>(pairs, context)) --pairs;
   if (2 * slices_of_cta(pairs) + 2 <= slices_of_cta(best)) {
     return {static_cast<int32_t>(pairs), true};
