@@ -156,7 +156,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 rows.append(arguments.json, made)
             measured += made
             show.advance(f"{_describe(case, made)}\n    took {run.last_s:.1f} s")
-    for mean in rows.weighted_means(measured):
+    for mean in rows.weighted_means(measured, cases.mix_weights()):
         print(_describe_mean(mean))
     for case in run.skipped:
         print(f"not run, time was out: {case}")

@@ -50,6 +50,15 @@ def shape_sets() -> dict[str, dict]:
     return {name: entry for file in names for name, entry in _load(file).items()}
 
 
+def mix_weights() -> dict[str, float]:
+    """Preset whose shapes have weights -> their sum."""
+    weights = {
+        name: float(sum(sum(row[3:]) for table in _tables(name) for row in table["cases"]))
+        for name in shape_sets()
+    }
+    return {name: weight for name, weight in weights.items() if weight}
+
+
 def operators_of(words: Sequence[str]) -> list[str]:
     """Operator names for the words of a command line: operators, "prefill", "decode", "all"."""
     names: dict[str, None] = {}

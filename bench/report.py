@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from .cases import mix_weights
 from .rows import Row, by_date, latest, weighted_means
 
 _FLUSH = {"dirty": "d", "clean": "c", "none": "w"}
@@ -82,7 +83,7 @@ def _machine(rows: Sequence[Row]) -> list[str]:
 
 
 def _means(rows: Sequence[Row]) -> list[str]:
-    means = weighted_means(rows)
+    means = weighted_means(rows, mix_weights())
     if not means:
         return []
     lines = [

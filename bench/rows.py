@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,11 +139,16 @@ class WeightedMean:
     cases: int
     """shapes that count"""
     covered: float
-    """share of the weight of all rows of the mix that these shapes have"""
+    """share of the mix's weight that these shapes have"""
 
 
-def weighted_means(rows: Iterable[Row]) -> list[WeightedMean]:
-    """The headline of each mix (preset whose rows have weights), per operator, pattern and peer."""
+def weighted_means(
+    rows: Iterable[Row], mixes: Mapping[str, float] | None = None
+) -> list[WeightedMean]:
+    """The headline of each mix (preset whose rows have weights), per operator, pattern and peer.
+
+    `mixes`: preset -> weight of all its shapes, also those without a row.
+    """
     groups: dict[tuple, list[Row]] = defaultdict(list)
     for row in latest(rows, of_each_preset=True):
         if row.weight is not None:
@@ -166,7 +171,8 @@ def weighted_means(rows: Iterable[Row]) -> list[WeightedMean]:
         us = sum(r.weight * r.us for r in timed) / weight if ours_there else None
         peer_us = sum(r.weight * r.peer_us for r in timed) / weight if peer_there else None
         ratio = peer_us / us if us and peer_us else None
-        covered = weight / sum(row.weight for row in group)
+        whole = (mixes or {}).get(key[0].split(",")[-1], 0.0)
+        covered = weight / max(whole, sum(row.weight for row in group))
         means.append(WeightedMean(*key, us, peer_us, ratio, len(timed), covered))
     return means
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from bench import compare, report, rows
+from bench import cases, compare, report, rows
 from bench.__main__ import main
 from bench.rows import Row
 
@@ -75,6 +75,10 @@ def test_weighted_mean_of_what_both_ran():
     mix = [of_mix(1, 10.0, 20.0, 3.0), of_mix(2, 50.0, None, 1.0), of_mix(3, None, 7.0, 4.0)]
     (mean,) = rows.weighted_means(mix)
     assert (mean.us, mean.peer_us, mean.cases, mean.covered) == (10.0, 20.0, 1, 0.375)
+    whole = {"mix": 16.0, "other": 1.0}  # shapes that have no row at all count too
+    (mean,) = rows.weighted_means(mix, whole)
+    assert mean.covered == 0.1875
+    assert cases.mix_weights() == {"prefill-production": 14805, "decode-rollout": 10000}
 
 
 def test_weighted_mean_of_a_peer_alone():
