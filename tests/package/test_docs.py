@@ -39,3 +39,10 @@ def test_links_lead_somewhere(document):
 def test_readme_matrix_is_the_build():
     table = re.findall(r"^\| `(\w+)` \|.*\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert set(table) == {kernel["op"] for kernel in build_info()["cpu"]["kernels"]}
+
+
+def test_kernel_files_are_read_in_one_sitting():
+    """CONTRIBUTING.md: at most 600 lines."""
+    files = [f for kind in ("cuh", "cu") for f in (ROOT / "csrc").rglob(f"*.{kind}")]
+    long = {f.name: n for f in files if (n := len(f.read_text("utf-8").splitlines())) > 600}
+    assert files and not long
