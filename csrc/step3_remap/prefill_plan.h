@@ -170,7 +170,7 @@ struct PrefillPlan {
   TileBlock* tile_list;        // [Hkv * tiles][tile_capacity], ascending by block
   RequestTile* request_tiles;  // [Hkv * tiles]: by_request only, which needs this and tile_list
   uint32_t* leftovers;         // [Hkv * T]: how many
-  int32_t* first_slot;         // [Hkv * T], within the round; of a short call: K times the place
+  int32_t* first_slot;         // [Hkv * T], within the round; not of a short call: K each
   uint32_t* leftover_mask;     // [Hkv * T]: bit k
   uint32_t* entry_rank;        // [Hkv * T * K]: of a leftover among its chunk's in the same row
   uint32_t* chunk_base;        // [Hkv * chunks][chunk_rows]: the row's pairs of other chunks before

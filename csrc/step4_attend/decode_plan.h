@@ -22,7 +22,7 @@ struct DecodeParams {
   int32_t splits;       // CTAs of a unit
   int32_t tokens_each;  // T / B: where a token's request is looked for first
   int32_t tile_tokens;  // tiles of draft tokens only: the most that one has
-  bool paired_ctas;     // clusters only: two CTAs an SM
+  bool two_an_sm;       // clusters only: CTAs
 };
 
 // Parts that each (token, KV head) is cut in, a power of two. `blocks`: the most that a row may
@@ -75,7 +75,7 @@ inline int32_t draft_tile_tokens(const DecodeParams& params) {
 // above.
 struct ClusterCut {
   int32_t splits = 0;
-  bool paired_ctas = false;
+  bool two_an_sm = false;
 };
 ClusterCut decode_cluster_cut(const DecodeParams& params, int64_t blocks,
                               const ExecContext& context);

@@ -226,15 +226,16 @@ def test_duplicates_among_shared_blocks_count_twice():
 
 @pytest.mark.parametrize("share", [0.0, 0.9])
 def test_batch_invariant_calls_give_a_request_its_own_bits(share):
-    lengths = [(901, 6000), (1500, 9000), (1, 777), (300, 300)]
+    lengths = [(901, 6000), (1500, 9000), (1, 777), (300, 300), (100, 6000)]  # long and short calls
     case = plan_case(lengths, padding_rows=0)
     case = case.with_(ids=shared_selection(case, share))
-    out = check(case, batch_invariant=True)
+    check(case, batch_invariant=True)
+    out, lse = msa_kernels.sparse_prefill(*case.attend_args, return_lse=True, batch_invariant=True)
     begin = 0
     for request, (q_len, _) in enumerate(lengths):
         rows = slice(begin, begin + q_len)
         begin += q_len
-        single = msa_kernels.sparse_prefill(
+        single, single_lse = msa_kernels.sparse_prefill(
             case.q[rows],
             case.k_cache,
             case.v_cache,
@@ -243,8 +244,9 @@ def test_batch_invariant_calls_give_a_request_its_own_bits(share):
             torch.tensor([0, q_len], dtype=torch.int32, device="cuda"),
             case.seq_lens[request : request + 1],
             batch_invariant=True,
+            return_lse=True,
         )
-        assert same_bits(single, out[rows])
+        assert same_bits(single, out[rows]) and same_bits(single_lse, lse[rows])
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8], ids=dtype_name)

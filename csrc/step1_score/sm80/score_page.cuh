@@ -9,9 +9,8 @@
 // and queries agree on it.
 //   bfloat16  query rows as M, keys as N: an operand of a key are two registers side by side, where
 //             the load leaves them; as M it would take 4 of two keys, moved together.
-//   FP8       keys as M, query rows as N: the conversion leaves operands where they belong, and of
-//   8
-//             query rows no half of a product is wasted.
+//   FP8       keys as M, query rows as N: the conversion leaves operands where they belong, and
+//             of 8 query rows no half of a product is wasted.
 // FP8 is turned into float16, exactly; products of either type are exact, sums are float32.
 // A NaN product makes its score NaN. Keys that a token does not see cannot reach its score.
 #pragma once

@@ -19,7 +19,8 @@ void launch_grid(const ScoreWork& work, int64_t grid, const ExecContext& context
 template <DType dtype, int kRows>
 void launch(const ScoreWork& work, const ExecContext& context) {
   using Shape = StreamShape<dtype, kRows, false>;
-  static_assert(StreamShape<dtype, kRows, true>::kSharedBytes <= 40 << 10, "asks for no more");
+  static_assert(StreamShape<dtype, kRows, true>::kSharedBytes <= 40 << 10,
+                "its limit is not raised, and it has static shared memory beside");
   const int64_t resident = resident_ctas<msa_index_score_stream_sm90_kernel<dtype, kRows, false>>(
       context.op, context.device, Shape::kThreads, Shape::kSharedBytes);
   const int64_t pages = useful_ctas(work, 1);

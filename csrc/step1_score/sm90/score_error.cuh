@@ -6,7 +6,8 @@
 // zero, to a multiple of u = 2^(m - 13); they are added exactly; the sum is cut to 13 bits behind
 // its leading one.
 //
-// So a step adds an error below 33 u for its terms and below 2^-13 |sum| for its result, which is
+// So a step adds an error below 33 u for its terms (the largest is never cut, so 32 u and one to
+// spare) and below 2^-13 |sum| for its result, which is
 // at most the u of the next step, whose sum so far it is, or, after the last, 2^-13 |score|:
 //
 //   |error| < 33 u_1 + 34 (u_2 + u_3 + u_4) + 2^-13 |score|
@@ -29,7 +30,7 @@
 namespace msa::index_score::sm90 {
 
 constexpr float kErrorScale = 1.0f / 8192;         // 2^-13
-constexpr float kFactorMargin = 1.0f + 1.0f / 32;  // of sums so far (1/60), of the factors' own
+constexpr float kFactorMargin = 1.0f + 1.0f / 32;  // of sums so far (1/80), of the factors' own
 
 __device__ __forceinline__ float power_of_two_below(float value) {
   return __uint_as_float(__float_as_uint(value) & 0x7f800000u);
@@ -43,7 +44,8 @@ __device__ __forceinline__ float score_error(const float4& row, const float4& bl
   return (33.01f * kErrorScale) * first + (34.01f * kErrorScale) * others;
 }
 
-// No exact score of the block is above this. `score` is no infinity.
+// No exact score of the block is above this. `score` is no infinity. The thousandth covers the two
+// roundings to float32 here, barely.
 __device__ __forceinline__ float upper_bound(float score, float error) {
   return fmaf(fabsf(score), 1.001f * kErrorScale, score + error);
 }

@@ -10,8 +10,8 @@
 // Shared    factors of a block, one of each warp.
 // Also      sets the counters of the kernels that follow to zero, and finds for them where each
 //           token stands.
-// A NaN counts as 0: its score is NaN, whatever the bound. A block that is not there, or that no
-// token sees fully, has factors of 0.
+// A NaN counts as 0: its score is NaN, whatever the bound. A block that is not there has factors of
+// 0; those of a block that no token sees fully stay unwritten, and unread.
 #pragma once
 
 #include "device/dependent_launch.cuh"

@@ -16,7 +16,8 @@
 //           and multiplies it; the first one gathers their maxima and stores them. No tensor map,
 //           no swizzle, no CTA barrier. One warp a page ends 0.6 us after its last byte, 32 query
 //           rows keep it longer than the memory does.
-// Shared    a page a team: 6 x 32 KiB of bfloat16, 12 x 16 KiB of FP8 (6 of 32 rows).
+// Shared    a page a team: 6 x 32 KiB of bfloat16 (4 of 64 rows), 12 x 16 KiB of FP8 (6 of
+//           32, 8 of 64).
 //           maxima [turn % 2][team][warp][row]
 // Registers the tile's query rows, as operands: 2 kRows registers a lane, of 8 bfloat16 rows 32.
 // Barriers  full[warp], 1 arrival and the bytes of its part; its phase changes with each page.
@@ -27,8 +28,8 @@
 //           tile after that: behind the copies both take long.
 // L2        pages are read once, so their lines give way to each other before they displace what
 //           else is there (kLongPiece: of a long piece after the first pages).
-// Next      the launch of the top-k begins when the first warp of every CTA is at its last page,
-//           or, where that is its first one, before it is copied.
+// Next      the launch of the top-k begins when a warp of every CTA is at its last page (FP8: the
+//           first warp), or, where that is its first one, before it is copied.
 #pragma once
 
 #include "device/dependent_launch.cuh"
@@ -77,8 +78,8 @@ __device__ __forceinline__ void prefetch_queries(const ScoreWork& work) {
   prefetch_to_l2(static_cast<const uint8_t*>(queries.data) + offset);
 }
 
-// The piece of a batch of one request, which every lane knows: without the search for it.
-// False: it is several tiles.
+// The piece of a batch of one request, which every lane knows: without the search for it. Tiles of
+// streams have no cost in the cut. False: it is several tiles.
 __device__ __forceinline__ bool find_piece_of_one(const ScoreCut& cut, uint32_t part,
                                                   uint32_t parts, const RequestWords& words,
                                                   ScoreCursor& cursor) {

@@ -19,8 +19,7 @@
 //           and the first of those equal to it. 32 counts, whatever the scores.
 // Next      the next kernel's launch begins when the scores are there.
 // Registers kValues keys a lane; kValues = 0: rows of any length, the scores read anew each pass.
-// So
-//           are those of rows longer than a kernel with registers was launched for.
+//           So are those of rows longer than the kernel was launched for.
 // Shared    group maxima, counts, the short list and the result of a row. What every lane compares
 //           with every other's it reads there, 16 bytes a load: 32 shuffles took 17 clocks each.
 // Barriers  __syncwarp for a warp a row, __syncthreads above.

@@ -23,6 +23,8 @@ constexpr int kWideRow = 255;        // entries of a row that has more than its 
 constexpr int kItemRows = 256;       // rows of a work item of scoring again
 constexpr int kCounterStride = 8;    // counters apart, as atomics meet one sector at a time
 constexpr int kRowsPerCta = 4;       // a warp a row
+static_assert(kRowEntries < kWideRow && kMostBlocks <= kSureEntry);
+static_assert(kRowEntries <= 1 << (31 - kLogMostRows), "a place, and bit 31 of a wide row");
 
 // Up to kItemRows rows of a list.
 struct alignas(16) RescoreItem {

@@ -19,7 +19,9 @@ constexpr int64_t kLeastScores = int64_t{2} << 20;  // from here on it pays, mea
 constexpr int64_t kLeastBlocks = 256;
 constexpr int64_t kMostTopk = 20;  // bounds of lanes' best say little of a row's 31st
 constexpr int64_t kMostTableEntries = int64_t{1} << 17;
-constexpr int32_t kTileCost = 4;  // loading the queries, in pages of 1024 clocks
+// Loading the queries, in pages of 1024 clocks. More than kMaxTileCost: with no more table entries
+// and blocks than here, units are far fewer than can be counted.
+constexpr int32_t kTileCost = 4;
 
 // Parts of the workspace, one after the other.
 struct Workspace {

@@ -2,7 +2,8 @@
 // whether a row selects them.
 //
 //   score[row, j] = max over the 128 keys of block j of index_q[row] . key, for every row of block
-//                   j's list (candidates_kernel.cuh), in place of its bound
+//                   j's list (candidates_kernel.cuh): beside its entry, or, of a wide
+//                   row, in place of its bound
 //
 // Bound by the tensor cores where rows are many; by latency where they are few. e4m3 becomes
 // float16, whose products are exact and whose sums are float32: what the exact kernel does

@@ -43,7 +43,7 @@ Plan plan_call(const AttendParams& attend, const IdsView& ids, int64_t blocks, b
   const ClusterCut cut = decode_cluster_cut(params, blocks, context);
   if (cut.splits == 0) return {params, Way::kPortable};
   params.splits = cut.splits;
-  params.paired_ctas = cut.paired_ctas;
+  params.two_an_sm = cut.two_an_sm;
   return {params, Way::kCluster};
 }
 

@@ -96,7 +96,7 @@ void launch_for(const DecodeParams& params, const ExecContext& context) {
 
 template <bool kSparse>
 void launch_for(const DecodeParams& params, const ExecContext& context) {
-  if (params.paired_ctas) return launch_for<kSparse, kWarpsOfTwo>(params, context);
+  if (params.two_an_sm) return launch_for<kSparse, kWarpsOfTwo>(params, context);
   return launch_for<kSparse, kWarpsAlone>(params, context);
 }
 
@@ -122,11 +122,13 @@ ClusterCut decode_cluster_cut(const DecodeParams& params, int64_t blocks,
   }
   if (best == 0) return {};
   // Two CTAs an SM where more SMs are used so, and one of them has clearly less to do.
-  int64_t pairs = std::clamp(blocks, int64_t{1},
-                             int64_t{decode::sm90::ClusterStorage<kWarpsOfTwo>::kMaxSplits});
-  while (pairs > best && params.num_units > resident_clusters<kWarpsOfTwo>(pairs, context)) --pairs;
-  if (2 * slices_of_cta(pairs) + 2 <= slices_of_cta(best)) {
-    return {static_cast<int32_t>(pairs), true};
+  int64_t splits_of_two = std::clamp(
+      blocks, int64_t{1}, int64_t{decode::sm90::ClusterStorage<kWarpsOfTwo>::kMaxSplits});
+  while (splits_of_two > best &&
+         params.num_units > resident_clusters<kWarpsOfTwo>(splits_of_two, context))
+    --splits_of_two;
+  if (2 * slices_of_cta(splits_of_two) + 2 <= slices_of_cta(best)) {
+    return {static_cast<int32_t>(splits_of_two), true};
   }
   return {static_cast<int32_t>(best), false};
 }

@@ -53,7 +53,7 @@ struct ClusterParams {
 // Four warps: two CTAs an SM.
 template <int kWarpCount>
 struct ClusterStorage {
-  static constexpr int kWarps = kWarpCount, kThreads = kWarps * 32;
+  static constexpr int kWarps = kWarpCount;
   static constexpr int kMaxSplits = kWarps == 8 ? kMaxClusterSplits : 8;
   static constexpr int kInboxRows = kRows + kMaxSplits;  // splits * ceil(G / splits) is less
   alignas(1024) uint8_t ring[kWarps][kStages][2][kPartBytes];
@@ -368,9 +368,9 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
       return shared.inbox[(part * params.rows + own) * 32 + lane];
     };
     float maximum, sum;
-    const float4 o = splits <= 4
-                         ? merge_parts<4>(splits, state, value, maximum, sum)
-                         : merge_parts<shared.kMaxSplits>(splits, state, value, maximum, sum);
+    const float4 o = splits <= 4 ? merge_parts<4>(splits, state, value, maximum, sum)
+                                 : merge_parts<ClusterStorage<kWarps>::kMaxSplits>(
+                                       splits, state, value, maximum, sum);
     store_result<!S::kFp8>(attend, token, head, split * params.rows + own, o, maximum, sum,
                            v_scale);
   }

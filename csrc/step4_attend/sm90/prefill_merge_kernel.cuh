@@ -39,6 +39,7 @@ struct FinishParams : TileParams {
   int32_t round;        // the tiles that this launch finishes
   ScaleView k_scale;    // of FP8 caches
   int32_t fixed_slots;  // places of each (head, token) in a short call, K of them; else 0
+  bool batch_invariant;
 };
 
 constexpr int kMergeWarps = 4;
@@ -249,7 +250,9 @@ template <DType kCache>
 __global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtas)
     msa_sparse_prefill_merge_sm90_kernel(const __grid_constant__ FinishParams params) {
   wait_for_previous_kernel();
-  if (params.fixed_slots > 0) {
+  // Short calls gain by more loads of fewer columns in flight. How many slots are summed at a time
+  // shows in the bits: not where these must be those of a long call.
+  if (params.fixed_slots > 0 && !params.batch_invariant) {
     for_merge_rows<4>(params, [&](uint32_t head, uint32_t row, uint32_t part) {
       merge_rows<kCache, 1, 16>(params, head, row, part);
     });
