@@ -22,7 +22,7 @@ struct DecodeParams {
   int32_t splits;       // CTAs of a unit
   int32_t tokens_each;  // T / B: where a token's request is looked for first
   int32_t tile_tokens;  // tiles of draft tokens only: the most that one has
-  bool two_an_sm;       // clusters only: CTAs
+  bool two_an_sm;       // clusters only: two CTAs an SM
 };
 
 // Parts that each (token, KV head) is cut in, a power of two. `blocks`: the most that a row may

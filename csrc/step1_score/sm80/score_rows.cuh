@@ -33,6 +33,15 @@ __device__ __forceinline__ int32_t end_of_token(const ScoreCut& cut, int32_t pos
   return pos / kBlock + cut.own;
 }
 
+// The first block that none of `count` rows of a tile wants, from `first_row` on; the tile's first
+// token is at `first_pos`, and it has `rows` rows.
+__device__ __forceinline__ int32_t end_of_rows(const ScoreWork& work, int32_t first_pos,
+                                               int32_t rows, int32_t first_row, int32_t count) {
+  const int32_t last_row = min(first_row + count, rows) - 1;
+  if (last_row < first_row) return 0;
+  return end_of_token(work.cut, first_pos + static_cast<int32_t>(token_of_row(work, last_row)));
+}
+
 // Rows [first_row, first_row + kRows) of a tile; row r is token r / heads, head r % heads.
 template <DType dtype, int kRows>
 struct WarpRows {
@@ -77,10 +86,7 @@ struct WarpRows {
     }
     masked_from =
         (first_pos + static_cast<int32_t>(token_of_row(work, first_row)) + 1) >> kLogBlock;
-    const int32_t last_row = min(first_row + kRows, rows) - 1;
-    end = last_row >= first_row
-              ? end_of_token(cut, first_pos + static_cast<int32_t>(token_of_row(work, last_row)))
-              : 0;
+    end = end_of_rows(work, first_pos, rows, first_row, kRows);
   }
 
   // Without own blocks every score that is kept is of a block that its token sees fully.

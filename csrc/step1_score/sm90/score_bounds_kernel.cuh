@@ -148,10 +148,8 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
         row_factors = work.row_factors[(first_token + token) * scores.num_heads + head];
         if (!(lane & 2)) end = end_of_token(scores.cut, first_pos + token);
       }
-      const int32_t last_row = min((consumer + 1) * kBoundConsumerRows, rows) - 1;
-      consumer_end = last_row >= consumer * kBoundConsumerRows
-                         ? end_of_token(scores.cut, first_pos + token_of_row(scores, last_row))
-                         : 0;
+      consumer_end =
+          end_of_rows(scores, first_pos, rows, consumer * kBoundConsumerRows, kBoundConsumerRows);
     }
     new_tile = next.advance(scores.batch, scores.cut);
     more = next.left > 0;

@@ -40,6 +40,7 @@
 
 namespace msa::index_score::sm90 {
 
+using sm80::end_of_rows;
 using sm80::end_of_token;
 using sm80::find_page;
 using sm80::find_piece;
@@ -258,10 +259,7 @@ __device__ __forceinline__ void consume_pages(const ScoreWork& work,
                    work.scores.token_stride +
                (work.first_head + head) * work.scores.head_stride;
       end = row < rows ? end_of_token(work.cut, first_pos + token) : 0;
-      const int32_t last_row = min((consumer + 1) * kConsumerRows, rows) - 1;
-      consumer_end = last_row >= consumer * kConsumerRows
-                         ? end_of_token(work.cut, first_pos + token_of_row(work, last_row))
-                         : 0;
+      consumer_end = end_of_rows(work, first_pos, rows, consumer * kConsumerRows, kConsumerRows);
     }
     new_tile = next.advance(work.batch, work.cut);
     more = next.left > 0;
