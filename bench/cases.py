@@ -117,13 +117,12 @@ def expand(
             ours = [op for op in ours if op in table.get("ops", ops)]
             for model in chosen or [table.get("model", "m3-tp1")]:
                 cases += _of_table(name, table, ours, model, dtypes, patterns)
-    wide = [dataclasses.replace(case.shape, max_model_len=max_model_len) for case in cases]
-    cases = [
-        dataclasses.replace(case, shape=shape) for case, shape in zip(cases, wide, strict=True)
-    ]
-    if shrink:
-        cases = [dataclasses.replace(case, shape=case.shape.shrunk()) for case in cases]
-    return _merged(cases)
+
+    def final(shape: Shape) -> Shape:
+        shape = dataclasses.replace(shape, max_model_len=max_model_len)
+        return shape.shrunk() if shrink else shape
+
+    return _merged(dataclasses.replace(case, shape=final(case.shape)) for case in cases)
 
 
 def _tables(name: str) -> list[dict]:

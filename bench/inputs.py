@@ -71,9 +71,14 @@ class Shape:
         return self.q_lens[0] if len(set(self.q_lens)) == 1 else None
 
     @property
+    def ctx_blocks(self) -> int:
+        """Blocks of the longest request."""
+        return -(-self.ctx // BLOCK)
+
+    @property
     def max_blocks(self) -> int:
         """Columns of the block table."""
-        return -(-max(self.ctx, self.max_model_len) // BLOCK)
+        return max(self.ctx_blocks, -(-self.max_model_len // BLOCK))
 
     def shrunk(self) -> "Shape":
         """A shape of the same kind that a CPU does at once: few tokens, requests and heads."""

@@ -139,7 +139,7 @@ class FlashInfer:
                 seqused_k=inputs.seq_lens,
                 causal=True,
                 max_seqlen_q=max(shape.q_lens),
-                max_k_tiles=-(-shape.ctx // BLOCK),
+                max_k_tiles=shape.ctx_blocks,
             )
             return self.ops.msa_topk_select(
                 scores, shape.topk, num_valid_pages=visible, output=ids, force_end_blocks=1

@@ -112,7 +112,7 @@ class Vllm:
         )
 
         def answer(score):
-            seen = -(-shape.ctx // BLOCK)  # its scores are as wide as the longest request
+            seen = shape.ctx_blocks  # its scores are as wide as the longest request
             block = torch.arange(seen, device=score.device)
             hidden = block >= inputs.visible[:, None]
             score = score[..., :seen].masked_fill(hidden, float("-inf"))
