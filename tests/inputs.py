@@ -7,7 +7,7 @@ Everything follows from the seed.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -515,6 +515,57 @@ def guarded(
         assert bool((around == sentinel).all()), "wrote outside of the output's view"
 
     return view, check
+
+
+def while_growing(
+    case: Case, call: Callable[[], Tensor], shares: Iterable[int]
+) -> Iterator[Tensor]:
+    """call()'s result while the case's lengths change in place.
+
+    Each request has its new tokens and `share` more, as far as it goes. On a GPU the results are
+    those of one graph, captured at the shortest lengths.
+    """
+    q_lens, longest = case.cu_seqlens_q.diff().tolist(), case.seq_lens.tolist()
+    case.seq_lens.copy_(torch.tensor(q_lens, dtype=torch.int32))
+    graph = None
+    if case.seq_lens.is_cuda:
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = call()
+    for share in shares:
+        lengths = [min(q + share, most) for q, most in zip(q_lens, longest, strict=True)]
+        case.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        if graph:
+            graph.replay()
+        yield captured if graph else call()
+
+
+FALSE_STARTS = ("more", "most", "negative", "falling")
+
+
+def check_false_starts(attend: Callable, case: Case, kept: int, kind: str) -> Tensor:
+    """Attends to the first `kept` tokens of a case whose cu_seqlens_q says otherwise.
+
+    Returns out; asserts that no row behind it was written, and where all starts are negative that
+    nothing was attended to.
+    """
+    starts = case.cu_seqlens_q.clone()
+    if kind == "most":
+        starts[-1] = 2**31 - 1
+    elif kind == "negative":
+        starts[1:] = -(2**31)
+    elif kind == "falling":
+        starts[-2] = 2**30
+    whole = case.q.new_full((kept + 300, *case.q.shape[1:]), 7.0)
+    short = case.with_(q=case.q[:kept], ids=case.ids[:, :kept], cu_seqlens_q=starts)
+    attend(*short.attend_args, out=whole[:kept])
+    torch.cuda.synchronize()
+    assert bool((whole[kept:] == 7.0).all())
+    if kind == "negative":
+        assert not bool(whole[:kept].any())
+    return whole[:kept]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -5,7 +5,16 @@ import torch
 
 import msa_kernels
 from msa_kernels import reference
-from tests.inputs import BATCHES, BLOCK, FP8, dtype_name, guarded, make_case, same_bits
+from tests.inputs import (
+    BATCHES,
+    BLOCK,
+    FP8,
+    dtype_name,
+    guarded,
+    make_case,
+    same_bits,
+    while_growing,
+)
 from tests.tolerance import assert_ids, assert_scores, assert_selection
 
 INF, NAN = float("inf"), float("nan")
@@ -278,24 +287,12 @@ def test_graph_replays_follow_the_lengths(device, require, q_len):
         values="integer",
         device=device,
     )
-    case.seq_lens.fill_(q_len)
 
     def call():
         return msa_kernels.select_blocks(*case.index_args)
 
-    graph = None
-    if device != "cpu":
-        call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = call()
-    for share in (0, 127, 128, 129, 2047, 2048, 2049, 4000, 10**6, 130, 0):
-        lengths = [min(q_len + share, seq_len) for seq_len in longest]
-        case.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
-        if graph:
-            graph.replay()
-        ids = captured if graph else call()
+    shares = (0, 127, 128, 129, 2047, 2048, 2049, 4000, 10**6, 130, 0)
+    for ids in while_growing(case, call, shares):
         assert_ids(ids, reference.select_blocks(*case.index_args))
 
 

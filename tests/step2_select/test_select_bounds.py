@@ -10,7 +10,7 @@ import torch
 
 import msa_kernels
 from msa_kernels import reference
-from tests.inputs import BLOCK, FP8, guarded, make_case, same_bits
+from tests.inputs import BLOCK, FP8, guarded, make_case, same_bits, while_growing
 from tests.tolerance import assert_ids, assert_selection
 
 WIDTHS = {16384: 150, 8192: 300, 1024: 2200, 512: 4300, 300: 7100}
@@ -139,24 +139,9 @@ def test_twenty_runs_give_the_same_bits(device, require):
 def test_graph_replays_follow_the_lengths(device, require):
     require("select_blocks", FP8, FP8)
     case = large(8192, 2, 60 * BLOCK, values="integer", device=device)
-    q_lens = case.cu_seqlens_q.diff().tolist()
-    longest = case.seq_lens.tolist()
 
     def call():
         return msa_kernels.select_blocks(*case.index_args)
 
-    case.seq_lens.copy_(torch.tensor(q_lens, dtype=torch.int32))
-    graph = None
-    if device != "cpu":
-        call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = call()
-    for share in (0, 127, 129, 2048, 2049, 10**6, 130, 0):
-        lengths = [min(q + share, most) for q, most in zip(q_lens, longest, strict=True)]
-        case.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
-        if graph:
-            graph.replay()
-        ids = captured if graph else call()
+    for ids in while_growing(case, call, (0, 127, 129, 2048, 2049, 10**6, 130, 0)):
         assert_ids(ids, reference.select_blocks(*case.index_args))

@@ -10,7 +10,9 @@ from msa_kernels import reference
 from tests.conftest import no_gpu_reason
 from tests.inputs import (
     BLOCK,
+    FALSE_STARTS,
     FP8,
+    check_false_starts,
     dtype_name,
     make_case,
     make_selection,
@@ -254,26 +256,13 @@ def test_graph_replays_follow_their_inputs(requests):
         torch.testing.assert_close(lse, exact_lse, rtol=LSE_REL, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["more", "most", "negative", "falling"])
+@pytest.mark.parametrize("kind", FALSE_STARTS)
 @pytest.mark.parametrize("requests", [1, 32])
 def test_starts_of_more_tokens_than_there_are(requests, kind):
     """Whatever cu_seqlens_q says: rows past the batch stay as they are."""
     case = draft_case(requests=requests, vary=False, padding_rows=0)
     full, _ = run(case)
-    kept, guard = case.num_tokens - 3, 40
-    starts = case.cu_seqlens_q.clone()
-    if kind == "most":
-        starts[-1] = 2**31 - 1
-    elif kind == "negative":
-        starts[1:] = -(2**31)
-    elif kind == "falling":
-        starts[-2:-1] = 2**30
-    out = full.new_full((kept + guard, *full.shape[1:]), 7.0)
-    short = case.with_(q=case.q[:kept], ids=case.ids[:, :kept], cu_seqlens_q=starts)
-    msa_kernels.sparse_decode(*short.attend_args, out=out[:kept])
-    torch.cuda.synchronize()
-    assert bool((out[kept:] == 7.0).all())
+    kept = case.num_tokens - 3
+    out = check_false_starts(msa_kernels.sparse_decode, case, kept, kind)
     if kind == "more":
-        torch.testing.assert_close(out[:kept], full[:kept], **near(out.dtype))
-    elif kind == "negative":
-        assert not bool(out[:kept].any())
+        torch.testing.assert_close(out, full[:kept], **near(out.dtype))
