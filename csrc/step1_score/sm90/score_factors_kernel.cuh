@@ -31,7 +31,7 @@ struct FactorParams {
   int32_t num_heads;
   float4* row_factors;    // [T * Hi]
   float4* block_factors;  // [B * max_pages]
-  int2* token_words;      // [T]: request, visible blocks; -1, 0 of a padding row
+  int2* token_words;      // [T]: request, visible blocks; -1, 0 of a token of none
   int32_t* counters;
   int64_t num_counters;
 };
@@ -89,8 +89,11 @@ __global__ void __launch_bounds__(kFactorThreads)
     const int64_t own = (blockIdx.x - num_blocks) * 128 + thread;
     if (own < batch.num_tokens) {
       const TokenPosition position = find_position(batch, static_cast<int32_t>(own));
-      params.token_words[own] = {position.request,
-                                 position.request < 0 ? 0 : visible_blocks(batch, position.pos)};
+      // Tokens before the first request's, where cu_seqlens_q does not begin with 0, are of none:
+      // they have no bounds, and lists have no room for them.
+      const bool is_real = position.request >= 0 && own >= first_token_of(batch, 0);
+      params.token_words[own] = {is_real ? position.request : -1,
+                                 is_real ? visible_blocks(batch, position.pos) : 0};
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
