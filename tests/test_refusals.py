@@ -649,6 +649,11 @@ def test_debug_finds_counts_that_are_wrong():
         msa_kernels.debug.check_batch(good._replace(num_decode_tokens=2), 3)
     with pytest.raises(ValueError, match="cu_seqlens_q must begin with 0"):
         msa_kernels.debug.check_batch(good, 2)
+    for requests in (-1, 3):
+        with pytest.raises(ValueError, match="num_decode_requests must be from 0 to 2, got"):
+            msa_kernels.debug.check_batch(good._replace(num_decode_requests=requests), 3)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q must be \[B \+ 1\] = \[2\], got \[3\]"):
+        msa_kernels.debug.check_batch(good._replace(seq_lens=good.seq_lens[:1]), 3)
     with pytest.raises(ValueError, match="expected at least 2 for request 1, got 1"):
         msa_kernels.debug.check_batch(good._replace(seq_lens=torch.tensor([300, 1]).int()), 3)
 
