@@ -163,6 +163,24 @@ def test_starts_that_cannot_be(device, require, width, kind):
         assert bool((out == -1).all())
 
 
+@pytest.mark.parametrize("length", [-(2**31), -(2**31) + 1000, -1, 2**31 - 1])
+def test_lengths_that_cannot_be(device, require, length):
+    """Whatever seq_lens says, ids are blocks of the table, and other requests keep theirs."""
+    require("select_blocks", FP8, FP8)
+    case = large(300, 2, values="integer", device=device)
+    expected = msa_kernels.select_blocks(*case.index_args)  # leaves bounds in the workspace
+    out, untouched = guarded(expected.shape, torch.int32, device)
+    lengths = case.seq_lens.clone()
+    lengths[0] = length
+    msa_kernels.select_blocks(*case.with_(seq_lens=lengths).index_args, out=out)
+    untouched()
+    assert bool(((out >= -1) & (out < 300)).all())
+    if length == -1:
+        assert bool((out[:, : case.lengths[0][0]] == -1).all())
+    others = slice(case.lengths[0][0], None)
+    assert_ids(out[:, others], expected[:, others])
+
+
 def test_twenty_runs_give_the_same_bits(device, require):
     require("select_blocks", FP8, FP8)
     case = large(512, 4, device=device)

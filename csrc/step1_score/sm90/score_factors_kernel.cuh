@@ -10,8 +10,8 @@
 // Shared    factors of a block, one of each warp.
 // Also      sets the counters of the kernels that follow to zero, and finds for them where each
 //           token stands.
-// A NaN counts as 0: its score is NaN, whatever the bound. A block that is not there has factors of
-// 0; those of a block that no token sees fully stay unwritten, and unread.
+// A NaN counts as 0: its score is NaN, whatever the bound. A block that is not there, or that no
+// token sees fully, has factors of 0: nobody scores it again, whatever the lengths say.
 #pragma once
 
 #include "device/dependent_launch.cuh"
@@ -110,7 +110,10 @@ __global__ void __launch_bounds__(kFactorThreads)
 
   const int64_t request = blockIdx.x / batch.max_pages;
   const int64_t block = blockIdx.x - request * batch.max_pages;
-  if (block >= seq_len_of(batch, request) / kBlock) return;  // no token sees all of it
+  if (block >= seq_len_of(batch, request) / kBlock) {  // no token sees all of it
+    if (thread == 0) params.block_factors[blockIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    return;
+  }
   const int32_t page = page_of(batch, request, block);
   float largest = 0.0f;
   if (page >= 0 && page < params.index_k_cache.num_pages) {
