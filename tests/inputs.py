@@ -549,7 +549,23 @@ def while_growing(
         yield captured if graph else call()
 
 
-FALSE_STARTS = ("more", "most", "negative", "falling")
+FALSE_STARTS = ("more", "most", "negative", "falling", "late")
+"""what cu_seqlens_q may say by mistake; "more": that there are more tokens, as it does of a case
+whose last tokens are left out"""
+
+
+def false_starts(case: Case, kind: str) -> Tensor:
+    """The case's cu_seqlens_q with that mistake."""
+    starts = case.cu_seqlens_q.clone()
+    if kind == "most":
+        starts[-1] = 2**31 - 1
+    elif kind == "negative":
+        starts[1:] = -(2**31)
+    elif kind == "falling":
+        starts[-2] = 2**30
+    elif kind == "late":
+        starts[0] = starts[1] - 5
+    return starts
 
 
 def check_false_starts(attend: Callable, case: Case, kept: int, kind: str) -> Tensor:
@@ -558,13 +574,7 @@ def check_false_starts(attend: Callable, case: Case, kept: int, kind: str) -> Te
     Returns out; asserts that no row behind it was written, and where all starts are negative that
     nothing was attended to.
     """
-    starts = case.cu_seqlens_q.clone()
-    if kind == "most":
-        starts[-1] = 2**31 - 1
-    elif kind == "negative":
-        starts[1:] = -(2**31)
-    elif kind == "falling":
-        starts[-2] = 2**30
+    starts = false_starts(case, kind)
     whole = case.q.new_full((kept + 300, *case.q.shape[1:]), 7.0)
     short = case.with_(q=case.q[:kept], ids=case.ids[:, :kept], cu_seqlens_q=starts)
     attend(*short.attend_args, out=whole[:kept])
