@@ -144,7 +144,7 @@ def sha(tensor):
 
 
 def golden_patches():
-    """(uint8 patches as the gateway sends them, the processor's float32 numbers or None)."""
+    """(uint8 patches with every frame, if of an image, the processor's numbers or None)."""
     from examples.m3_serving.gateway.pixels import PatchWriter
     from tests.examples.gateway.gateway_media import GEOMETRY, GOLDEN, pattern
 

@@ -25,8 +25,8 @@ class PatchWriter:
     """Cuts frames into rows as they arrive, so that a clip is never held at its source size.
 
     Row order: time, then merge blocks in raster order, then the patches inside a block; so
-    `merge**2` consecutive rows are one token. Column order: channel, frame, y, x. An image is a
-    clip of one frame; a last patch without all its frames repeats the last one.
+    `merge**2` consecutive rows are one token. Column order: channel, frame, y, x. A last patch
+    without all its frames repeats the last one.
     """
 
     def __init__(self, frames: int, height: int, width: int, geometry: PatchGeometry) -> None:

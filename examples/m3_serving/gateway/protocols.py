@@ -166,7 +166,10 @@ class FrameSampler(Protocol):
 
 @dataclass(frozen=True)
 class PatchGeometry:
-    """How frames are cut into rows, and the affine that turns bytes into the tower's input."""
+    """How frames are cut into rows, and the affine that turns bytes into the tower's input.
+
+    A family's is that of clips; an image's rows hold one frame (`job_spec.make_job`).
+    """
 
     patch: int
     """side of a patch, pixels"""
@@ -206,7 +209,7 @@ class Decoder(Protocol):
     """Parses untrusted bytes. Runs in a child process only."""
 
     def __call__(self, data: bytes, job: Mapping[str, Any]) -> tuple[dict[str, Any], np.ndarray]:
-        """(what was found, patches [rows, row_width] uint8)."""
+        """(what was found, patches [rows, row_width] uint8 of the job's geometry)."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +217,7 @@ class Decoded:
     """What a child returns for one medium, checked by the pool."""
 
     patches: np.ndarray
-    """[rows, row_width] uint8"""
+    """[rows, row_width] uint8 of the job's geometry"""
     grid: tuple[int, int, int]
     """[T, gh, gw] in patches; rows = T * gh * gw"""
     indices: tuple[int, ...]
@@ -233,7 +236,7 @@ class PreparedItem:
     content_key: str
     """hex; equal keys mean equal tensors"""
     patches: np.ndarray
-    """[rows, row_width] uint8, C order: the payload on the wire"""
+    """[rows, row_width] uint8, C order: the payload on the wire; a row of an image has one frame"""
     grid: tuple[int, int, int]
     """[T, gh, gw] in patches"""
     tokens: int

@@ -61,6 +61,7 @@ def facts_of(engine: Engine) -> ModelFacts:
         cache_tokens=engine.pool.num_pages * PAGE_TOKENS,
         image_token_id=vision.image_token_id if vision else None,
         video_token_id=vision.video_token_id if vision else None,
+        frame_width=vision.frame_width if vision else 0,
         row_width=vision.row_width if vision else 0,
         merge=vision.merge if vision else 1,
     )

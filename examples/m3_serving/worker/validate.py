@@ -39,7 +39,10 @@ class ModelFacts:
     image_token_id: int | None
     """None: the model has no vision tower"""
     video_token_id: int | None
+    frame_width: int
+    """numbers in a row of an image"""
     row_width: int
+    """numbers in a row of a clip"""
     merge: int
 
 
@@ -188,14 +191,15 @@ def _check_item(item: pb.Item, at: str, prompt: list[int], model: ModelFacts) ->
     _require(not is_image or frames == 1, f"{at}.grid", "of one frame for an image", list(grid))
 
     rows = frames * gh * gw
+    width = model.frame_width if is_image else model.row_width
     shape = tuple(item.shape)
     _require(
-        shape == (rows, model.row_width),
+        shape == (rows, width),
         f"{at}.shape",
-        f"[{rows}, {model.row_width}] for the grid {list(grid)}",
+        f"[{rows}, {width}] for {'an image' if is_image else 'a video'} of the grid {list(grid)}",
         list(shape),
     )
-    num_bytes = rows * model.row_width * _ITEM_BYTES[item.dtype]
+    num_bytes = rows * width * _ITEM_BYTES[item.dtype]
     _check_payload(item, at, num_bytes)
     tokens = rows // model.merge**2
     spans = _check_placeholders(item, at, prompt, token, tokens)
