@@ -12,7 +12,7 @@ from examples.m3_serving.cache import page_key
 from examples.m3_serving.media import FeatureCache, Medium, PromptMedia
 from examples.m3_serving.scheduler import State
 from examples.m3_serving.vision import VisionConfig, segments_of
-from tests.examples.conftest import IMAGE_ID, VIDEO_ID
+from tests.examples.conftest import IMAGE_ID, VIDEO_ID, transformers_answer
 
 START, END = 260, 261
 NEW = 12
@@ -75,23 +75,10 @@ PROMPTS = {
 def reference(media_oracle, media_engine):
     """Greedy answers of transformers."""
     tower = media_engine(cache_tokens=128).tower
-    answers = {}
-    for name, prompt in PROMPTS.items():
-        result = media_oracle.generate(
-            torch.tensor([prompt.ids]),
-            attention_mask=torch.ones(1, len(prompt.ids), dtype=torch.int64),
-            max_new_tokens=NEW,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-            **prompt.for_transformers(tower),
-        )
-        best, second = torch.cat(result.logits).topk(2).values.unbind(-1)
-        assert float((best - second).min()) > 1e-4  # else rounding could decide these tests
-        answers[name] = result.sequences[0, len(prompt.ids) :].tolist()
-    return answers
+    return {
+        name: transformers_answer(media_oracle, prompt.ids, NEW, **prompt.for_transformers(tower))
+        for name, prompt in PROMPTS.items()
+    }
 
 
 def add(engine, prompt, **options):
