@@ -166,7 +166,7 @@ class FrameSampler(Protocol):
 
 @dataclass(frozen=True)
 class PatchGeometry:
-    """How frames are cut into rows, and the affine that turns bytes into the tower's input.
+    """How frames are cut into rows.
 
     A family's is that of clips; an image's rows hold one frame (`job_spec.make_job`).
     """
@@ -177,9 +177,6 @@ class PatchGeometry:
     """patches a side that share one token"""
     temporal: int
     """frames a patch spans"""
-    mean: tuple[float, float, float]
-    """of R, G, B in [0, 1]"""
-    std: tuple[float, float, float]
 
     @property
     def alignment(self) -> int:
@@ -324,15 +321,6 @@ class ExpandedPrompt:
     """in the order of the prompt, placeholders filled"""
 
 
-class PromptExpander(Protocol):
-    """From prompt parts and media to token ids."""
-
-    def expand(
-        self, parts: Sequence[PromptPart], items: Sequence[PreparedItem], max_tokens: int
-    ) -> ExpandedPrompt:
-        """Raises PromptMismatch, PromptTooLong."""
-
-
 class ModelFamily(Protocol):
     """Everything the gateway knows about one kind of model."""
 
@@ -408,6 +396,8 @@ class WorkerClient(Protocol):
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedTokens]:
         """The answer as it comes. Closing the iterator cancels the request at the worker.
+
+        How long a worker may be silent once it has the request is for whoever reads to decide.
 
         Raises:
             WorkerBusy: all workers are at their limit of bytes or requests.

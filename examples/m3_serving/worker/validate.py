@@ -58,9 +58,8 @@ class RequestLimits:
 class ItemSpec:
     """A checked item; its patches have still to come."""
 
-    modality: str
     key: str
-    """content key and dtype: what decides the tower's output"""
+    """content key, modality and dtype: what decides the tower's output"""
     dtype: int
     shape: tuple[int, int]
     grid: tuple[int, int, int]
@@ -72,7 +71,6 @@ class ItemSpec:
 class RequestSpec:
     """A checked request."""
 
-    request_id: str
     prompt: list[int]
     max_new_tokens: int
     temperature: float
@@ -131,9 +129,7 @@ def check_start(start: pb.Start, model: ModelFacts, limits: RequestLimits) -> Re
         for index, item in enumerate(start.items)
     )
     _check_together(items, prompt, model)
-    spec = RequestSpec(
-        start.request_id, prompt, new, temperature, top_p, seed, start.ignore_eos, items
-    )
+    spec = RequestSpec(prompt, new, temperature, top_p, seed, start.ignore_eos, items)
     _require(
         spec.payload_bytes <= limits.max_payload_bytes,
         "items",
@@ -204,7 +200,6 @@ def _check_item(item: pb.Item, at: str, prompt: list[int], model: ModelFacts) ->
     tokens = rows // model.merge**2
     spans = _check_placeholders(item, at, prompt, token, tokens)
     return ItemSpec(
-        modality="image" if is_image else "video",
         key=f"{item.content_key}:{item.modality}:{item.dtype}",
         dtype=item.dtype,
         shape=shape,

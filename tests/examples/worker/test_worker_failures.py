@@ -456,7 +456,7 @@ def test_a_failing_engine_is_an_error_and_makes_the_worker_unready(engine, monke
     asyncio.run(main())
 
 
-def test_a_stalled_engine_is_noticed_by_both_sides(engine, monkeypatch):
+def test_a_stalled_engine_is_noticed_and_its_answer_can_be_given_up(engine, monkeypatch):
     go_on = threading.Event()
     step = engine.step
 
@@ -467,12 +467,13 @@ def test_a_stalled_engine_is_noticed_by_both_sides(engine, monkeypatch):
     async def main():
         async with (
             serving(engine, stall_timeout=0.2) as (server, address),
-            client_of(address, stall_timeout=0.3) as client,
+            client_of(address) as client,
         ):
             stream = await begun(client, make_request(*TEXT, new=LONG))
             monkeypatch.setattr(engine, "step", stall)
-            with pytest.raises(WorkerLost, match=r"said nothing for 0\.3 s"):
-                [tokens async for tokens in stream]
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    [tokens async for tokens in stream]
             await until(lambda: not client._workers[0].health.ready)
             (health,) = await client.health()
             assert health.reason.startswith("a step has taken")

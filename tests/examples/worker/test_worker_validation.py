@@ -377,12 +377,13 @@ def test_the_first_message_must_be_a_start(refusal):
         assert (code, field) == (grpc.StatusCode.INVALID_ARGUMENT, "start")
 
 
-def test_a_refusal_over_the_wire_names_the_field(refusal):
+def test_a_refusal_over_the_wire_names_the_field_and_the_log_the_request(refusal, caplog):
     bad = message(shared=None)
     bad.start.items[1].grid[0] = 4
     code, field, text = refusal(bad)
     assert (code, field) == (grpc.StatusCode.INVALID_ARGUMENT, "items[1].shape")
     assert text.startswith("items[1].shape: must be [64, 1176]")
+    assert f"refused request 'r': {text}" in caplog.messages
 
 
 def test_what_the_cache_cannot_hold_is_refused(refusal):
