@@ -100,9 +100,17 @@ def test_performance_is_what_the_rows_say():
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", document.read_text()):
         if "://" not in target:
-            assert (document.parent / target).exists(), target
+            file = document.parent / target if target else document
+            assert file.exists(), target
+            assert not anchor or anchor in anchors(file), anchor
+
+
+def anchors(document: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 def test_readme_matrix_is_the_build():
