@@ -40,6 +40,16 @@ def test_every_operator_runs(op, tmp_path):
         assert row.max_err < 1e-2 and row.peak_share > 0 and row.flush == "none"
 
 
+@pytest.mark.parametrize("preset", ["operators", "decode-sweep", "fp8-caches"])
+def test_presets_run_from_start_to_end(preset, tmp_path):
+    code, found = run("all", "--preset", preset, "--peers", "table", tmp_path=tmp_path)
+    asked = cases.expand(["all"], [preset], shrink=True)
+    assert code == 0 and {(row.op, row.phase, row.dtype, row.pattern) for row in found} == {
+        (case.op, case.phase, case.dtype, case.pattern) for case in asked
+    }
+    assert all(row.ok and row.us > 0 for row in found)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes(dtype, tmp_path):
     ops = ("select_blocks", "sparse_decode", "write_cache", "decode_step")
