@@ -270,8 +270,10 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 SEE_ALSO = (
-    "The gateway's load, and what it gives back to generation, are tables of their own "
-    "(`python -m bench.gateway`): [gateway](gateway.md#measured)."
+    "How to measure, and how to profile: [bench](../bench/README.md). What the rows mean for each "
+    "kernel: the logs in [the index](index.md). The gateway's load, and what it gives back to "
+    "generation, are tables of their own (`python -m bench.gateway`): "
+    "[gateway](gateway.md#measured)."
 )
 """beside the project's own page of results"""
 
