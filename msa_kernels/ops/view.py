@@ -106,7 +106,8 @@ def decode_view(
             `k_cache`, since one page table serves both.
         page_table: [T * Hkv, K] int32 to write into, strides free; given together with `kv_lens`,
             for engines whose attention reads fixed tensors. Must not overlap an input.
-        kv_lens: [T * Hkv] int32 to write into, any stride.
+        kv_lens: [T * Hkv] int32 to write into, any stride. Must not overlap an input or
+            `page_table`; both may be columns of one tensor.
 
     Returns:
         A `DecodeView`; of the given tensors where there are any.

@@ -16,9 +16,10 @@
 // Method    bounds as ordered integers (topk_row.cuh), lane l holds block 32 i + l:
 //   bound   the c-th largest of the lanes' best, less twice their errors: a first L
 //   compact what reaches it, by id, into a list of kRowEntries
-//   cut     between the c-th and the next of them, found by halving
+//   cut     between the c-th largest U of the list and the rest, found by halving
 //   search  where they are too many, an L by the c-th largest U, found bit by bit; then again. A
 //           row with too many even so is wide: all that reach L are scored.
+// Shared    list, of each row [kRowEntries] of key and block: 2,048 bytes.
 // Registers kValues keys a lane; kValues = 0: rows of any length, bounds read anew each pass.
 // Order     lists fill in any order, of which no result depends: a list is a set of rows.
 // Limits    c <= 32.
@@ -163,27 +164,21 @@ struct CandidateFinder {
     if (lane == 0) work.row_words[row] = blocks.visible * 256 + entries;
   }
 
-  __device__ __forceinline__ void find() const {
-    const int32_t capacity = blocks.capacity;
-    const RequestLists lists = request_lists(work, request);
-    uint32_t least = first_bound(capacity);
-    int32_t listed = compact(least);
-    if (listed > kRowEntries) {
-      least = max(least, better_bound(capacity));
-      __syncwarp();
-      listed = compact(least);
-    }
-    if (listed > kRowEntries) {
-      leave_word(kWideRow);
+  // A wide row: every block that reaches `least` is scored again, but those whose bound is exact.
+  __device__ __forceinline__ void join_all(const RequestLists& lists, uint32_t least) const {
+    leave_word(kWideRow);
 #pragma unroll 1
-      for (int32_t block = first; block < end; block += 32) {
-        if (source[block] >= least && error_of(block) > 0.0f) {
-          join(lists, block, 1u << (31 - kLogMostRows));
-        }
+    for (int32_t block = first; block < end; block += 32) {
+      if (source[block] >= least && error_of(block) > 0.0f) {
+        join(lists, block, 1u << (31 - kLogMostRows));
       }
-      return;
     }
+  }
 
+  // Cuts the `listed` blocks of the list, which reach `least`: what is kept are the row's entries.
+  __device__ __forceinline__ void cut_list(const RequestLists& lists, int32_t listed,
+                                           uint32_t least) const {
+    const int32_t capacity = blocks.capacity;
     // Two entries a lane.
     uint32_t key[2], low[2];
     int32_t block[2];
@@ -197,31 +192,32 @@ struct CandidateFinder {
       error[i] = key[i] > 0 ? error_of(block[i]) : 0.0f;
       low[i] = lower_key(key[i], error[i]);
     }
-    // At least `capacity` entries reach `begin`, fewer `end`. Near enough ends it: a cut that is
-    // not the best makes candidates, not errors.
-    uint32_t begin = least, end = __reduce_max_sync(kAllLanes, max(key[0], key[1])) + 1;
+    // Keys: at least `capacity` entries reach `reached`, fewer `missed`. Near enough ends it: a cut
+    // that is not the best makes candidates, not errors.
+    uint32_t reached = least, missed = __reduce_max_sync(kAllLanes, max(key[0], key[1])) + 1;
     int32_t reaching = listed;
-    while (reaching > capacity && end - begin > 1024) {
-      const uint32_t middle = begin + (end - begin) / 2;
+    while (reaching > capacity && missed - reached > 1024) {
+      const uint32_t middle = reached + (missed - reached) / 2;
       const int32_t count = __popc(__ballot_sync(kAllLanes, key[0] >= middle)) +
                             __popc(__ballot_sync(kAllLanes, key[1] >= middle));
       if (count >= capacity) {
-        begin = middle;
+        reached = middle;
         reaching = count;
       } else {
-        end = middle;
+        missed = middle;
       }
     }
-    if (reaching == capacity) end = begin;
+    if (reaching == capacity) missed = reached;
+    // A lower bound of the c-th largest score, and the largest U of all entries but at most c.
     const uint32_t cut = __reduce_min_sync(
-        kAllLanes, min(key[0] >= begin ? low[0] : ~0u, key[1] >= begin ? low[1] : ~0u));
-    const uint32_t next =
-        __reduce_max_sync(kAllLanes, max(key[0] < end ? key[0] : 0u, key[1] < end ? key[1] : 0u));
+        kAllLanes, min(key[0] >= reached ? low[0] : ~0u, key[1] >= reached ? low[1] : ~0u));
+    const uint32_t largest_left = __reduce_max_sync(
+        kAllLanes, max(key[0] < missed ? key[0] : 0u, key[1] < missed ? key[1] : 0u));
     const unsigned lower_lanes = (1u << lane) - 1;
     int32_t place = 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const bool sure = low[i] > next;
+      const bool sure = low[i] > largest_left;
       const bool kept = key[i] > 0 && (sure || key[i] >= cut);
       const unsigned keeping = __ballot_sync(kAllLanes, kept);
       if (kept) {
@@ -239,6 +235,23 @@ struct CandidateFinder {
       place += __popc(keeping);
     }
     leave_word(place);
+  }
+
+  __device__ __forceinline__ void find() const {
+    const int32_t capacity = blocks.capacity;
+    const RequestLists lists = request_lists(work, request);
+    uint32_t least = first_bound(capacity);
+    int32_t listed = compact(least);
+    if (listed > kRowEntries) {
+      least = max(least, better_bound(capacity));
+      __syncwarp();
+      listed = compact(least);
+    }
+    if (listed > kRowEntries) {
+      join_all(lists, least);
+    } else {
+      cut_list(lists, listed, least);
+    }
   }
 };
 
