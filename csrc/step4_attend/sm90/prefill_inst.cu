@@ -81,6 +81,7 @@ Workspace cut_workspace(const SparseAttendParams& params) {
   take(plan.work_items, sizes.max_items);
   work.counters_begin = offset;
   take(plan.round_items, sizes.rounds + 1);  // cleared, for calls without any row
+  take(plan.item_tickets, sizes.rounds);
   work.counters_end = offset;
   if (!sizes.short_call) {
     uint8_t* counters;
@@ -212,6 +213,7 @@ void run(const SparseAttendParams& params, const ExecContext& context) {
                                           plan.pairs,
                                           plan.work_items,
                                           plan.round_items + round,
+                                          plan.item_tickets + round,
                                           static_cast<int32_t>(plan.sizes.max_items),
                                           round,
                                           scale_log2,
