@@ -21,13 +21,13 @@ template <DType kCache>
 struct ItemFeed {
   const KVBlockParams& params;
   SharedStorage<kCache>& shared;
-  RingPosition<kItemPlaces> place;
-  int32_t first_drawn, end;  // of the round
-  int32_t ticket;            // of the item after `next`
-  WorkItem next;             // without pairs: there are no more
+  RingPosition<kItemPlaces> place{};
+  int32_t first_drawn = 0, end = 0;  // of the round
+  int32_t ticket = 0;                // of the item after `next`
+  WorkItem next{};                   // without pairs: there are no more
 
-  __device__ __forceinline__ ItemFeed(const KVBlockParams& params, SharedStorage<kCache>& shared)
-      : params(params), shared(shared) {
+  // By one lane alone: it draws.
+  __device__ __forceinline__ void start() {
     // Items of the first round begin with 0, so that one is read beside the range.
     const int32_t mine =
         static_cast<int32_t>(blockIdx.x) + (params.round == 0 ? 0 : params.item_range[0]);
@@ -36,13 +36,17 @@ struct ItemFeed {
     end = params.item_range[1];
     first_drawn = params.item_range[0] + static_cast<int32_t>(gridDim.x);
     if (mine >= end) next = {};  // what was read there is no item
+    publish();
   }
 
-  // Not atomicAdd(): the compiler would gather those of a warp, and wait for the result at once.
+  // By `inc` with a limit: additions of a warp's lanes the assembler gathers into one, whose result
+  // it passes on by a shuffle, and so waits for memory at once.
   __device__ __forceinline__ int32_t draw() const {
-    int32_t drawn;
-    asm volatile("atom.global.add.s32 %0, [%1], 1;" : "=r"(drawn) : "l"(params.item_tickets));
-    return drawn;
+    uint32_t drawn;
+    asm volatile("atom.global.inc.u32 %0, [%1], 0x7fffffff;"
+                 : "=r"(drawn)
+                 : "l"(params.item_tickets));
+    return static_cast<int32_t>(drawn);
   }
 
   __device__ __forceinline__ void publish() {
@@ -111,8 +115,8 @@ __device__ __forceinline__ void produce_kv(const KVBlockParams& params, const CU
                                            SharedStorage<kCache>& shared) {
   const bool first_lane = threadIdx.x % 32 == 0;
   if (!kIsFp8<kCache> && !first_lane) return;  // FP8: all lanes convert
-  ItemFeed<kCache> feed(params, shared);
-  if (first_lane) feed.publish();
+  ItemFeed<kCache> feed{params, shared};
+  if (first_lane) feed.start();
   RingPosition<kItemPlaces> place;
   RingPosition<kKVStages> ring;
   // A block is read once, or by neighbours at a time: the partial results are what to keep.
