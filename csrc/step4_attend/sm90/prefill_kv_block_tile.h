@@ -91,6 +91,8 @@ struct KVBlockParams {
   const WorkItem* work_items;
   const int32_t* item_range;  // [2]: the work items of this round
   int32_t* item_tickets;      // [1]: how many of them CTAs have drawn beyond their first
+  const int32_t* used_slots;  // [1], of the call; null where L2 holds a call's partial results
+  int32_t kept_slots;         // that L2 holds
   int32_t max_items;          // in memory
   int32_t round;
   float scale_log2;   // scale * log2(e)
