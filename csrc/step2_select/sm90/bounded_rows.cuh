@@ -75,4 +75,35 @@ __device__ __forceinline__ RequestLists request_lists(const BoundedRows& work, i
           static_cast<int32_t>(end - first) * work.num_heads};
 }
 
+// Where the best keys of a warp end: at least as many as wanted reach `begin`, no more than those
+// reach `end`.
+struct KeyCut {
+  uint32_t begin, end;
+};
+
+// By halving, of kEach keys a lane, of which `reaching` reach `begin`, as many as wanted or more.
+// Ends where as many as wanted are found, or `close` before the exact place.
+template <int kEach>
+__device__ __forceinline__ KeyCut cut_keys(const uint32_t (&keys)[kEach], uint32_t begin,
+                                           int32_t reaching, int32_t wanted, uint32_t close) {
+  uint32_t largest = keys[0];
+#pragma unroll
+  for (int i = 1; i < kEach; ++i) largest = max(largest, keys[i]);
+  uint32_t end = __reduce_max_sync(kAllLanes, largest) + 1;
+#pragma unroll 1
+  while (reaching > wanted && end - begin > close) {
+    const uint32_t middle = begin + (end - begin) / 2;
+    int32_t count = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) count += __popc(__ballot_sync(kAllLanes, keys[i] >= middle));
+    if (count >= wanted) {
+      begin = middle;
+      reaching = count;
+    } else {
+      end = middle;
+    }
+  }
+  return {begin, reaching == wanted ? begin : end};
+}
+
 }  // namespace msa::select_blocks::sm90

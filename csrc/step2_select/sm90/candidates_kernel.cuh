@@ -32,6 +32,8 @@ namespace msa::select_blocks::sm90 {
 using index_score::sm90::lower_bound;
 using index_score::sm90::score_error;
 
+constexpr uint32_t kClose = 1024;  // keys: 2^-13 of a score
+
 // The score that a key stands for; NaN where none does.
 __device__ __forceinline__ float score_of_key(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
@@ -102,12 +104,10 @@ struct CandidateFinder {
       best = max(best, key);
     });
     if (best > 1) best = lower_key(best, error_of(best_block));
-    int32_t exceeding = 0;
-#pragma unroll
-    for (int other = 0; other < 32; ++other) {
-      exceeding += __shfl_sync(kAllLanes, best, other) > best;
-    }
-    return max(__reduce_min_sync(kAllLanes, exceeding < capacity ? best : ~0u), 1u);
+    const uint32_t begin = max(__reduce_min_sync(kAllLanes, best), 1u);
+    const int32_t reaching = __popc(__ballot_sync(kAllLanes, best >= begin));
+    if (reaching < capacity) return 1;
+    return cut_keys<1>({best}, begin, reaching, capacity, kClose).begin;
   }
 
   // The same by the blocks with the `capacity` largest bounds.
@@ -184,12 +184,23 @@ struct CandidateFinder {
       return;
     }
 
-    // Two entries a lane.
-    uint32_t key[2], low[2];
-    int32_t block[2];
-    float error[2];
+    // Most lists would leave half of the warp's work to nothing.
+    if (listed <= 32) {
+      classify<1>(lists, least, listed);
+    } else {
+      classify<2>(lists, least, listed);
+    }
+  }
+
+  // What the entries of the list are, kEach a lane; all of them reach `least`.
+  template <int kEach>
+  __device__ __forceinline__ void classify(const RequestLists& lists, uint32_t least,
+                                           int32_t listed) const {
+    uint32_t key[kEach], low[kEach];
+    int32_t block[kEach];
+    float error[kEach];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kEach; ++i) {
       const int place = lane + 32 * i;
       const uint2 entry = place < listed ? list[place] : uint2{0, 0};
       key[i] = entry.x;
@@ -197,30 +208,20 @@ struct CandidateFinder {
       error[i] = key[i] > 0 ? error_of(block[i]) : 0.0f;
       low[i] = lower_key(key[i], error[i]);
     }
-    // At least `capacity` entries reach `begin`, fewer `end`. Near enough ends it: a cut that is
-    // not the best makes candidates, not errors.
-    uint32_t begin = least, end = __reduce_max_sync(kAllLanes, max(key[0], key[1])) + 1;
-    int32_t reaching = listed;
-    while (reaching > capacity && end - begin > 1024) {
-      const uint32_t middle = begin + (end - begin) / 2;
-      const int32_t count = __popc(__ballot_sync(kAllLanes, key[0] >= middle)) +
-                            __popc(__ballot_sync(kAllLanes, key[1] >= middle));
-      if (count >= capacity) {
-        begin = middle;
-        reaching = count;
-      } else {
-        end = middle;
-      }
+    // A cut that is not quite the best makes candidates, not errors.
+    const KeyCut best = cut_keys(key, least, listed, blocks.capacity, kClose);
+    uint32_t cut = ~0u, next = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (key[i] >= best.begin) cut = min(cut, low[i]);
+      if (key[i] < best.end) next = max(next, key[i]);
     }
-    if (reaching == capacity) end = begin;
-    const uint32_t cut = __reduce_min_sync(
-        kAllLanes, min(key[0] >= begin ? low[0] : ~0u, key[1] >= begin ? low[1] : ~0u));
-    const uint32_t next =
-        __reduce_max_sync(kAllLanes, max(key[0] < end ? key[0] : 0u, key[1] < end ? key[1] : 0u));
+    cut = __reduce_min_sync(kAllLanes, cut);
+    next = __reduce_max_sync(kAllLanes, next);
     const unsigned lower_lanes = (1u << lane) - 1;
     int32_t place = 0;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kEach; ++i) {
       const bool sure = low[i] > next;
       const bool kept = key[i] > 0 && (sure || key[i] >= cut);
       const unsigned keeping = __ballot_sync(kAllLanes, kept);
