@@ -15,7 +15,7 @@
 // Grid      a warp a row.
 // Method    bounds as ordered integers (topk_row.cuh), lane l holds block 32 i + l:
 //   bound   the c-th largest of the lanes' best, less twice their errors: a first L
-//   compact what reaches it, by id, into a list of kRowEntries
+//   compact what reaches it, by id, into a list of kRowEntries; bounds of the list are read again
 //   cut     between the c-th and the next of them, found by halving
 //   search  where they are too many, an L by the c-th largest U, found bit by bit; then again. A
 //           row with too many even so is wide: all that reach L are scored.
@@ -47,7 +47,7 @@ struct CandidateFinder {
   int64_t row;
   int32_t request;
   const RowBlocks& blocks;
-  uint2* list;  // kRowEntries of key and block
+  uint16_t* list;  // kRowEntries blocks
   int lane;
   const uint32_t* source;  // bounds of the row
   const float4* block_factors;
@@ -56,7 +56,7 @@ struct CandidateFinder {
   uint32_t keys[kResident ? kValues : 1];
 
   __device__ __forceinline__ CandidateFinder(const BoundedRows& work, int64_t row, int32_t request,
-                                             const RowBlocks& blocks, uint2* list)
+                                             const RowBlocks& blocks, uint16_t* list)
       : work(work), row(row), request(request), blocks(blocks), list(list), lane(threadIdx.x % 32) {
     source = work.bounds + row * work.row_blocks;
     block_factors = work.block_factors + request * work.batch.max_pages;
@@ -72,17 +72,26 @@ struct CandidateFinder {
     }
   }
 
-  // visit(key, block) for every block of the lane, in whole warps; key 0 where there is none.
+  // visit(key, i) for the lane's blocks of steps begin + i, i < count, in whole warps; key 0 where
+  // there is none.
   template <typename Visit>
-  __device__ __forceinline__ void for_each(const Visit& visit) const {
+  __device__ __forceinline__ void for_steps(int32_t begin, int32_t count,
+                                            const Visit& visit) const {
     if constexpr (kResident) {
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) visit(keys[i], first + 32 * i);
+      for (int i = 0; i < kValues; ++i) visit(keys[i], i);
     } else {
-#pragma unroll 4
-      for (int32_t i = 0; i < steps; ++i) {
-        const int32_t block = first + 32 * i;
-        visit(block < end ? source[block] : 0, block);
+      constexpr int kTogether = 8;  // loads under way before the first visit
+#pragma unroll 1
+      for (int32_t i = 0; i < count; i += kTogether) {
+        uint32_t loaded[kTogether];
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+          const int32_t block = first + 32 * (begin + i + j);
+          loaded[j] = block < end ? source[block] : 0;
+        }
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) visit(loaded[j], i + j);
       }
     }
   }
@@ -98,12 +107,12 @@ struct CandidateFinder {
   // Of the lanes' best the `capacity`-th largest lower bound: a lower bound of that of the row.
   __device__ __forceinline__ uint32_t first_bound(int32_t capacity) const {
     uint32_t best = 0;
-    int32_t best_block = 0;
-    for_each([&](uint32_t key, int32_t block) {
-      if (key > best) best_block = block;
+    int32_t best_step = 0;
+    for_steps(0, steps, [&](uint32_t key, int i) {
+      if (key > best) best_step = i;
       best = max(best, key);
     });
-    if (best > 1) best = lower_key(best, error_of(best_block));
+    if (best > 1) best = lower_key(best, error_of(first + 32 * best_step));
     const uint32_t begin = max(__reduce_min_sync(kAllLanes, best), 1u);
     const int32_t reaching = __popc(__ballot_sync(kAllLanes, best >= begin));
     if (reaching < capacity) return 1;
@@ -116,7 +125,7 @@ struct CandidateFinder {
 #pragma unroll 1
     for (uint32_t bit = 1u << 31; bit > 0; bit >>= 1) {
       int32_t reaching = 0;
-      for_each([&](uint32_t key, int32_t) { reaching += key >= (least | bit); });
+      for_steps(0, steps, [&](uint32_t key, int) { reaching += key >= (least | bit); });
       if (__reduce_add_sync(kAllLanes, reaching) >= capacity) least |= bit;
     }
     least = max(least, 1u);
@@ -130,18 +139,29 @@ struct CandidateFinder {
   }
 
   // Blocks that reach `least`, by id, into the list, as far as they fit. Returns how many they are.
+  // Lane i takes those of step i, up to 32 steps at a time: most lanes have one or none, where a
+  // place for each block of each lane would be sought.
   __device__ __forceinline__ int32_t compact(uint32_t least) const {
-    const unsigned lower_lanes = (1u << lane) - 1;
-    int32_t place = 0;
-    for_each([&](uint32_t key, int32_t block) {
-      const bool passes = key >= least;
-      const unsigned passing = __ballot_sync(kAllLanes, passes);
-      const int32_t mine = place + __popc(passing & lower_lanes);
-      if (passes && mine < kRowEntries) list[mine] = {key, static_cast<uint32_t>(block)};
-      place += __popc(passing);
-    });
+    int32_t listed = 0;
+#pragma unroll 1
+    for (int32_t begin = 0; begin < (kResident ? 1 : steps); begin += 32) {
+      unsigned word = 0;
+      for_steps(begin, min(steps - begin, 32), [&](uint32_t key, int i) {
+        const unsigned reaching = __ballot_sync(kAllLanes, key >= least);
+        if (lane == i) word = reaching;
+      });
+      const int32_t end_place = listed + sum_up_to_lane(__popc(word));
+      int32_t place = end_place - __popc(word);
+      listed = __shfl_sync(kAllLanes, end_place, 31);
+      const int32_t first_block = blocks.init_end + 32 * (begin + lane);
+#pragma unroll 1
+      while (word != 0 && place < kRowEntries) {
+        list[place++] = static_cast<uint16_t>(first_block + __ffs(word) - 1);
+        word &= word - 1;
+      }
+    }
     __syncwarp();
-    return place;
+    return listed;
   }
 
   // The row joins the list of `block`; `place`: of its entry.
@@ -202,9 +222,8 @@ struct CandidateFinder {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int place = lane + 32 * i;
-      const uint2 entry = place < listed ? list[place] : uint2{0, 0};
-      key[i] = entry.x;
-      block[i] = static_cast<int32_t>(entry.y);
+      block[i] = place < listed ? list[place] : 0;
+      key[i] = place < listed ? source[block[i]] : 0;
       error[i] = key[i] > 0 ? error_of(block[i]) : 0.0f;
       low[i] = lower_key(key[i], error[i]);
     }
@@ -246,7 +265,7 @@ struct CandidateFinder {
 template <int kValues>
 __global__ void __launch_bounds__(kRowsPerCta * 32, kValues == 32 ? 5 : 8)
     msa_find_candidates_sm90_kernel(const __grid_constant__ BoundedRows work) {
-  __shared__ uint2 lists[kRowsPerCta][kRowEntries];
+  __shared__ uint16_t lists[kRowsPerCta][kRowEntries];
   const int warp = threadIdx.x / 32;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerCta + warp;
   if (row >= work.num_tokens * work.num_heads) return;
