@@ -33,6 +33,7 @@ using index_score::sm90::lower_bound;
 using index_score::sm90::score_error;
 
 constexpr uint32_t kClose = 1024;  // keys: 2^-13 of a score
+constexpr uint32_t kMostSteps = kMostBlocks / 32;
 
 // The score that a key stands for; NaN where none does.
 __device__ __forceinline__ float score_of_key(uint32_t key) {
@@ -67,7 +68,7 @@ struct CandidateFinder {
     if constexpr (kResident) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
-        keys[i] = first + 32 * i < end ? source[first + 32 * i] : 0;
+        keys[i] = 32 * i < end - first ? source[first + 32 * i] : 0;
       }
     }
   }
@@ -106,13 +107,13 @@ struct CandidateFinder {
 
   // Of the lanes' best the `capacity`-th largest lower bound: a lower bound of that of the row.
   __device__ __forceinline__ uint32_t first_bound(int32_t capacity) const {
-    uint32_t best = 0;
-    int32_t best_step = 0;
+    // With the step in its lowest bits: 2^-14 of a score less at most, which is a lower bound too.
+    uint32_t packed = 0;
     for_steps(0, steps, [&](uint32_t key, int i) {
-      if (key > best) best_step = i;
-      best = max(best, key);
+      packed = max(packed, (key & ~(kMostSteps - 1)) | static_cast<uint32_t>(i));
     });
-    if (best > 1) best = lower_key(best, error_of(first + 32 * best_step));
+    uint32_t best = packed & ~(kMostSteps - 1);  // 0: none, or NaN alone
+    if (best > 0) best = lower_key(best, error_of(first + 32 * (packed % kMostSteps)));
     const uint32_t begin = max(__reduce_min_sync(kAllLanes, best), 1u);
     const int32_t reaching = __popc(__ballot_sync(kAllLanes, best >= begin));
     if (reaching < capacity) return 1;
