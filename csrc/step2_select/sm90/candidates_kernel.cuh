@@ -8,7 +8,7 @@
 //     L_j > (c + 1)-th largest U surely selected
 //     else                       its exact score decides: the row joins the block's list
 //   The row's scores with those exact ones put in select what all exact ones would: a bound that
-//   stays is on the right side of every exact score that could be the c-th.
+//   stays is on the right side of every exact score that could be the c-th. A NaN is exact.
 //
 // Bound by reading the bounds, and by its instructions.
 //
@@ -105,7 +105,8 @@ struct CandidateFinder {
     return key > 1 ? score_key(lower_bound(score_of_key(key), error)) : key;
   }
 
-  // Of the lanes' best the `capacity`-th largest lower bound: a lower bound of that of the row.
+  // Of the lanes' best the `capacity`-th largest lower bound: a lower bound of that of the row. 1
+  // where lanes are too few for it, 0 where the row has no score but NaN.
   __device__ __forceinline__ uint32_t first_bound(int32_t capacity) const {
     // With the step in its lowest bits: 2^-14 of a score less at most, which is a lower bound too.
     uint32_t packed = 0;
@@ -116,7 +117,7 @@ struct CandidateFinder {
     if (best > 0) best = lower_key(best, error_of(first + 32 * (packed % kMostSteps)));
     const uint32_t begin = max(__reduce_min_sync(kAllLanes, best), 1u);
     const int32_t reaching = __popc(__ballot_sync(kAllLanes, best >= begin));
-    if (reaching < capacity) return 1;
+    if (reaching < capacity) return min(reaching, 1);
     return cut_keys<1>({best}, begin, reaching, capacity, kClose).begin;
   }
 
@@ -188,7 +189,11 @@ struct CandidateFinder {
     const int32_t capacity = blocks.capacity;
     const RequestLists lists = request_lists(work, request);
     uint32_t least = first_bound(capacity);
-    int32_t listed = compact(least);
+    int32_t listed = compact(max(least, 1u));
+    if (least == 0) {
+      least = 1;
+      listed = min(listed, kRowEntries);  // all are equal, and the first ones selected
+    }
     if (listed > kRowEntries) {
       least = max(least, better_bound(capacity));
       __syncwarp();
@@ -198,7 +203,8 @@ struct CandidateFinder {
       leave_word(kWideRow);
 #pragma unroll 1
       for (int32_t block = first; block < end; block += 32) {
-        if (source[block] >= least && error_of(block) > 0.0f) {
+        const uint32_t key = source[block];
+        if (key >= least && key > 1 && error_of(block) > 0.0f) {
           join(lists, block, 1u << (31 - kLogMostRows));
         }
       }
@@ -225,7 +231,7 @@ struct CandidateFinder {
       const int place = lane + 32 * i;
       block[i] = place < listed ? list[place] : 0;
       key[i] = place < listed ? source[block[i]] : 0;
-      error[i] = key[i] > 0 ? error_of(block[i]) : 0.0f;
+      error[i] = key[i] > 1 ? error_of(block[i]) : 0.0f;
       low[i] = lower_key(key[i], error[i]);
     }
     // A cut that is not quite the best makes candidates, not errors.
