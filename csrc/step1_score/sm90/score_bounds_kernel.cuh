@@ -88,20 +88,6 @@ __device__ __forceinline__ void produce_bound_pages(const BoundWork& work, const
   }
 }
 
-// As row_maxima(), of the bits: the same where a largest is not negative, by half as many
-// instructions, as there is one for the largest of three. NaN of the tensor cores is positive.
-__device__ __forceinline__ void row_maxima_of_bits(const msa::sm90::Accumulator& values,
-                                                   int32_t& low, int32_t& high) {
-  const auto bits = [&](int i) { return __float_as_int(values[i]); };
-  low = max(bits(0), bits(1));
-  high = max(bits(2), bits(3));
-#pragma unroll
-  for (int i = 4; i < 64; i += 4) {
-    low = __vimax3_s32(low, bits(i), bits(i + 1));
-    high = __vimax3_s32(high, bits(i + 2), bits(i + 3));
-  }
-}
-
 __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
                                                     BoundSharedStorage& shared, int consumer) {
   using namespace msa::sm90;
@@ -173,20 +159,7 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
       wgmma_wait<0>();
       hold(sums);
       if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
-      int32_t low, high;
-      row_maxima_of_bits(sums, low, high);
-      // Two rows of four lanes: each lane keeps one.
-      const bool odd = lane & 1;
-      int32_t best = max(odd ? high : low, __shfl_xor_sync(kAllLanes, odd ? low : high, 1));
-      best = max(best, __shfl_xor_sync(kAllLanes, best, 2));
-      float score = __int_as_float(best);
-      if (__any_sync(kAllLanes, best < 0)) {
-        float low_score, high_score;
-        row_maxima(sums, low_score, high_score);
-        score = max_or_nan(odd ? high_score : low_score,
-                           __shfl_xor_sync(kAllLanes, odd ? low_score : high_score, 1));
-        score = max_or_nan(score, __shfl_xor_sync(kAllLanes, score, 2));
-      }
+      const float score = largest_of_quad(sums);
       bound = score_key(upper_bound(score, error));
     } else if (lane == 0) {
       barrier_arrive(&shared.empty[ring.stage]);

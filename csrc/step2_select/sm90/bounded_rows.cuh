@@ -44,6 +44,7 @@ struct BoundedRows {
   IdsView ids;
   int64_t first_token, num_tokens;
   int32_t num_heads;
+  uint32_t inverse_heads;       // ceil(2^31 / num_heads)
   int64_t row_blocks;           // bounds of a row
   uint32_t* bounds;             // [rows][row_blocks]; of candidates of wide rows exact scores
   const int2* token_words;      // [T]: request, visible blocks
@@ -60,6 +61,11 @@ struct BoundedRows {
   RescoreItem* items;
   int32_t* num_items;
 };
+
+// Token of the window, of a row; fewer than 2^17 rows, and up to 64 heads.
+__device__ __forceinline__ int32_t token_of_row(const BoundedRows& work, int32_t row) {
+  return static_cast<int32_t>(__umulhi(static_cast<uint32_t>(row) * 2, work.inverse_heads));
+}
 
 // Where a request's lists begin, and how long each may be.
 struct RequestLists {
