@@ -67,18 +67,23 @@ __device__ __forceinline__ int32_t token_of_row(const BoundedRows& work, int32_t
   return static_cast<int32_t>(__umulhi(static_cast<uint32_t>(row) * 2, work.inverse_heads));
 }
 
-// Where a request's lists begin, and how long each may be.
+__device__ __forceinline__ int32_t num_rows(const BoundedRows& work) {
+  return static_cast<int32_t>(work.num_tokens) * work.num_heads;
+}
+
+// Where a request's lists begin, and how long each may be. All of a call's rows and of a window's
+// places can be counted in 31 bits.
 struct RequestLists {
-  int64_t begin;
-  int32_t rows;
+  int32_t begin, rows;
 };
 
 __device__ __forceinline__ RequestLists request_lists(const BoundedRows& work, int32_t request) {
-  const int64_t first = max(int64_t{first_token_of(work.batch, request)}, work.first_token);
-  const int64_t end =
-      min(int64_t{first_token_of(work.batch, request + 1)}, work.first_token + work.num_tokens);
-  return {(first - work.first_token) * work.num_heads * work.row_blocks,
-          static_cast<int32_t>(end - first) * work.num_heads};
+  const auto window_begin = static_cast<int32_t>(work.first_token);
+  const int32_t window_end = window_begin + static_cast<int32_t>(work.num_tokens);
+  const int32_t first = max(first_token_of(work.batch, request), window_begin);
+  const int32_t end = min(first_token_of(work.batch, request + 1), window_end);
+  return {(first - window_begin) * work.num_heads * static_cast<int32_t>(work.row_blocks),
+          (end - first) * work.num_heads};
 }
 
 // Where the best keys of a warp end: at least as many as wanted reach `begin`, no more than those

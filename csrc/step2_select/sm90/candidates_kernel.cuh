@@ -45,23 +45,22 @@ struct CandidateFinder {
   static constexpr bool kResident = kValues > 0;
 
   const BoundedRows& work;
-  int64_t row;
+  int32_t row, first_entry;  // of the request in the table
   int32_t request;
   const RowBlocks& blocks;
   uint16_t* list;  // kRowEntries blocks
   int lane;
   const uint32_t* source;  // bounds of the row
-  const float4* block_factors;
   float4 row_factors;
   int32_t first, end, steps;  // this lane's blocks: first, first + 32, ... below end
   uint32_t keys[kResident ? kValues : 1];
 
-  __device__ __forceinline__ CandidateFinder(const BoundedRows& work, int64_t row, int32_t request,
+  __device__ __forceinline__ CandidateFinder(const BoundedRows& work, int32_t row, int32_t request,
                                              const RowBlocks& blocks, uint16_t* list)
       : work(work), row(row), request(request), blocks(blocks), list(list), lane(threadIdx.x % 32) {
+    first_entry = request * static_cast<int32_t>(work.batch.max_pages);
     source = work.bounds + row * work.row_blocks;
-    block_factors = work.block_factors + request * work.batch.max_pages;
-    row_factors = work.row_factors[work.first_token * work.num_heads + row];
+    row_factors = work.row_factors[static_cast<int32_t>(work.first_token) * work.num_heads + row];
     first = blocks.init_end + lane;
     end = blocks.local_begin;
     steps = (end - blocks.init_end + 31) / 32;
@@ -98,7 +97,7 @@ struct CandidateFinder {
   }
 
   __device__ __forceinline__ float error_of(int32_t block) const {
-    return score_error(row_factors, block_factors[block]);
+    return score_error(row_factors, work.block_factors[first_entry + block]);
   }
 
   __device__ __forceinline__ uint32_t lower_key(uint32_t key, float error) const {
@@ -169,9 +168,9 @@ struct CandidateFinder {
   // The row joins the list of `block`; `place`: of its entry.
   __device__ __forceinline__ void join(const RequestLists& lists, int32_t block,
                                        uint32_t place) const {
-    const auto list = static_cast<int32_t>(request * work.batch.max_pages + block);
+    const int32_t list = first_entry + block;
     const int32_t slot = atomicAdd(work.list_counts + int64_t{list} * kCounterStride, 1);
-    const auto begin = static_cast<int32_t>(lists.begin + int64_t{block} * lists.rows);
+    const int32_t begin = lists.begin + block * lists.rows;
     work.lists[begin + slot] =
         static_cast<int32_t>(static_cast<uint32_t>(row) | place << kLogMostRows);
     if (slot % kItemRows == 0) {
@@ -253,7 +252,7 @@ struct CandidateFinder {
       const unsigned keeping = __ballot_sync(kAllLanes, kept);
       if (kept) {
         const int mine = place + __popc(keeping & lower_lanes);
-        const int64_t entry = row * kRowEntries + mine;
+        const int32_t entry = row * kRowEntries + mine;
         work.entries[entry] = static_cast<uint16_t>(block[i] | (sure ? kSureEntry : 0));
         if (!sure) {
           if (error[i] > 0.0f) {
@@ -274,11 +273,11 @@ __global__ void __launch_bounds__(kRowsPerCta * 32, kValues == 32 ? 5 : 8)
     msa_find_candidates_sm90_kernel(const __grid_constant__ BoundedRows work) {
   __shared__ uint16_t lists[kRowsPerCta][kRowEntries];
   const int warp = threadIdx.x / 32;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerCta + warp;
-  if (row >= work.num_tokens * work.num_heads) return;
+  const auto row = static_cast<int32_t>(blockIdx.x * kRowsPerCta + warp);
+  if (row >= num_rows(work)) return;
   // The kernel before this one has waited for the one that wrote the words, and writes bounds.
   const int2 word =
-      work.token_words[work.first_token + static_cast<uint32_t>(row) / work.num_heads];
+      work.token_words[work.first_token + token_of_row(work, static_cast<int32_t>(row))];
   const RowBlocks blocks(work.rule, word.y);
   wait_for_previous_kernel();
   start_next_kernel();

@@ -24,10 +24,11 @@ struct RowSettler {
   int32_t place;  // of the row's next id
 
   __device__ __forceinline__ RowSettler(const BoundedRows& work, const RowBlocks& blocks,
-                                        int64_t row)
+                                        int32_t row)
       : work(work), blocks(blocks), lane(threadIdx.x % 32), place(blocks.init_end) {
-    const int64_t token = work.first_token + static_cast<uint32_t>(row) / work.num_heads;
-    const auto head = static_cast<int64_t>(static_cast<uint32_t>(row) % work.num_heads);
+    const int32_t token_of_window = token_of_row(work, row);
+    const int64_t token = work.first_token + token_of_window;
+    const int64_t head = row - token_of_window * work.num_heads;
     scores = work.bounds + row * work.row_blocks;
     target = static_cast<int32_t*>(work.ids.data) + head * work.ids.head_stride +
              token * work.ids.token_stride;
@@ -123,7 +124,7 @@ struct RowSettler {
 
 __global__ void __launch_bounds__(kRowsPerCta * 32, 1)
     msa_settle_rows_sm90_kernel(const __grid_constant__ BoundedRows work) {
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerCta + threadIdx.x / 32;
+  const auto row = static_cast<int32_t>(blockIdx.x * kRowsPerCta + threadIdx.x / 32);
   const int lane = threadIdx.x % 32;
   wait_for_previous_kernel();
   start_next_kernel();
@@ -133,7 +134,7 @@ __global__ void __launch_bounds__(kRowsPerCta * 32, 1)
     work.list_counts[list * kCounterStride] = 0;
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) *work.num_items = 0;
-  if (row >= work.num_tokens * work.num_heads) return;
+  if (row >= num_rows(work)) return;
 
   // All loads at once, whatever the row is.
   const int32_t word = work.row_words[row];
