@@ -18,10 +18,11 @@
 // Barriers  name   arrivals                       who arrives           who waits
 //           full   1 + bytes of page and factors  producer              consumers
 //           empty  16                             each consumer warp    producer
+//           named 1 + c  128 + 128                consumer c + 2 mod 4  consumer c, before products
 //           A page that is not there is announced without bytes, and its bounds are -inf.
-// Timeline  consumer: wait page | products | release the page | maxima, bound, store. The products
-//           of the other three fill the tensor cores meanwhile; two consumers of 128 rows leave
-//           them idle for a tenth of the time.
+// Timeline  consumer: wait page, turn | products | pass turn, release the page | maxima, bound,
+//           store. Of four consumers two have products under way: were all to start at once, all
+//           would end at once, and the tensor cores idle while they take maxima.
 // Next      the launch of the next kernel begins when every CTA is at its last page.
 // Limits    tensor map: strides of the index cache are multiples of 16 bytes.
 #pragma once
@@ -100,7 +101,8 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
   const int row = first_row + (lane & 1 ? 8 : 0);
 
   ScoreCursor next = find_piece(scores.batch, scores.cut, blockIdx.x, gridDim.x);
-  bool more = next.left > 0, new_tile = true;
+  bool more = next.left > 0, new_tile = true, first_turn = consumer < 2;
+  const int next_turn = 1 + (consumer + 2) % kBoundConsumers;
   RingPosition<kBoundStages> ring;
   uint32_t queries[kSteps][4];
   float4 row_factors{};
@@ -141,7 +143,11 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
     more = next.left > 0;
     if (!more) start_next_kernel();
 
+    // The first two begin, so that the last two have nobody to pass their last turn to.
+    const bool passes_turn = more || consumer < 2;
     barrier_wait(&shared.full[ring.stage], ring.phase);
+    if (!first_turn) named_barrier(1 + consumer, 256);
+    first_turn = false;
     uint32_t bound = score_key(-INFINITY);
     // Before the products: a load between them would keep the later ones waiting.
     const float4 block_factors = shared.factors[ring.stage];
@@ -158,11 +164,13 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
       asm volatile("" : "+f"(error));  // now, while the products are under way
       wgmma_wait<0>();
       hold(sums);
+      if (passes_turn) named_barrier_arrive(next_turn, 256);
       if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
       const float score = largest_of_quad(sums);
       bound = score_key(upper_bound(score, error));
-    } else if (lane == 0) {
-      barrier_arrive(&shared.empty[ring.stage]);
+    } else {
+      if (passes_turn) named_barrier_arrive(next_turn, 256);
+      if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
     }
     if (cursor.block < end) target[cursor.block] = bound;
     ring.advance();
