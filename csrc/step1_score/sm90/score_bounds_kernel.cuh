@@ -15,6 +15,7 @@
 //           producer       16     32         a page a TMA box, and its factors; 17-19 idle
 // Shared    k        8 stages [128 keys][128 d]   131,072   128-byte swizzle
 //           factors  8 stages of a float4             128
+//           bounds   of a warp's last 8 blocks     10,240
 // Barriers  name   arrivals                       who arrives           who waits
 //           full   1 + bytes of page and factors  producer              consumers
 //           empty  16                             each consumer warp    producer
@@ -22,7 +23,8 @@
 //           A page that is not there is announced without bytes, and its bounds are -inf.
 // Timeline  consumer: wait page, turn | products | pass turn, release the page | maxima, bound,
 //           store. Of four consumers two have products under way: were all to start at once, all
-//           would end at once, and the tensor cores idle while they take maxima.
+//           would end at once, and the tensor cores idle while they take maxima. Bounds are
+//           stored 8 blocks at a time: L2 takes a whole sector of a row as it takes a word of it.
 // Next      the launch of the next kernel begins when every CTA is at its last page.
 // Limits    tensor map: strides of the index cache are multiples of 16 bytes.
 #pragma once
@@ -40,14 +42,17 @@ constexpr int kBoundThreads = (kBoundConsumers + 1) * 128;
 constexpr int kBoundConsumerRows = kTileRows / kBoundConsumers;
 constexpr int kBoundConsumerRegisters = 112, kBoundProducerRegisters = 32;
 constexpr int kBoundStages = 8;
+constexpr int kBoundGroup = 8;   // blocks that are stored together: a sector of L2
+constexpr int kBoundPitch = 20;  // words between blocks of 16 rows: both parts meet other banks
 static_assert((kBoundConsumers * kBoundConsumerRegisters + kBoundProducerRegisters) * 128 <=
                   96 * kBoundThreads,
               "setmaxnreg hands out what the CTA holds at launch");
 
 struct BoundWork {
   ScoreWork scores;  // their bounds go elsewhere; all heads in one launch
-  // [rows][row_blocks]: as ordered integers (step2_select/sm80/topk_row.cuh); a row is
-  // (token - first_token) * num_heads + head.
+  // [rows][row_blocks], which is a multiple of kBoundGroup: as ordered integers
+  // (step2_select/sm80/topk_row.cuh); a row is (token - first_token) * num_heads + head. Blocks
+  // past a row's own, as far as its tile has them, are written too.
   uint32_t* bounds;
   int64_t row_blocks;
   const float4* row_factors;    // [T * Hi]
@@ -57,6 +62,7 @@ struct BoundWork {
 struct BoundSharedStorage {
   alignas(1024) uint8_t k[kBoundStages][kRawPageBytes];
   float4 factors[kBoundStages];  // x < 0: the stage holds no page
+  uint32_t bounds[kBoundConsumers * 4][kBoundGroup][kBoundPitch];
   uint64_t full[kBoundStages], empty[kBoundStages];
 };
 
@@ -92,13 +98,18 @@ __device__ __forceinline__ void produce_bound_pages(const BoundWork& work, const
 __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
                                                     BoundSharedStorage& shared, int consumer) {
   using namespace msa::sm90;
-  constexpr int kSteps = kHeadDim / 32;
+  constexpr int kSteps = kHeadDim / 32, kPitchBytes = kBoundPitch * sizeof(uint32_t);
   const ScoreWork& scores = work.scores;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const uint64_t k_base = make_descriptor(shared_address(shared.k[0]), 16, 1024);
   const int first_row = consumer * kBoundConsumerRows + warp * 16 + lane / 4;  // and 8 below it
-  // The row that the reduction below leaves in this lane, and in the lane two further.
-  const int row = first_row + (lane & 1 ? 8 : 0);
+  // The row that the reduction below leaves in this lane, and in the lane two further: one of them
+  // stores the first half of its blocks, the other the second.
+  const int row_of_warp = lane / 4 + (lane & 1 ? 8 : 0), part = (lane & 2) * 2;
+  const int row = consumer * kBoundConsumerRows + warp * 16 + row_of_warp;
+  // Through a shuffle, so that the compiler does not find it anew before every store.
+  const uint32_t row_bounds = __shfl_sync(
+      kAllLanes, shared_address(&shared.bounds[consumer * 4 + warp][0][row_of_warp]), lane);
 
   ScoreCursor next = find_piece(scores.batch, scores.cut, blockIdx.x, gridDim.x);
   bool more = next.left > 0, new_tile = true, first_turn = consumer < 2;
@@ -107,7 +118,9 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
   uint32_t queries[kSteps][4];
   float4 row_factors{};
   uint32_t* target = nullptr;
-  int32_t end = 0, consumer_end = 0;  // the first block that the row, and no row, wants
+  bool is_there = false;     // the row
+  int32_t first_block = 0;   // of the tile, in this piece
+  int32_t consumer_end = 0;  // the first block that no row wants
   while (more) {
     const ScoreCursor cursor = next;
     if (new_tile) {
@@ -131,11 +144,11 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
       const int32_t token = token_of_row(scores, row), head = row - token * scores.num_heads;
       const int64_t window_token = first_token - scores.first_token + token;
       target = work.bounds + (window_token * scores.num_heads + head) * work.row_blocks;
-      end = 0;
-      if (row < rows) {
+      is_there = row < rows;
+      if (is_there) {
         row_factors = work.row_factors[(first_token + token) * scores.num_heads + head];
-        if (!(lane & 2)) end = end_of_token(scores.cut, first_pos + token);
       }
+      first_block = cursor.block;
       consumer_end =
           end_of_rows(scores, first_pos, rows, consumer * kBoundConsumerRows, kBoundConsumerRows);
     }
@@ -172,7 +185,24 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
       if (passes_turn) named_barrier_arrive(next_turn, 256);
       if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
     }
-    if (cursor.block < end) target[cursor.block] = bound;
+    const int32_t place = cursor.block & (kBoundGroup - 1);
+    store_shared_4(row_bounds + place * kPitchBytes, bound);  // two lanes the same
+    if (place == kBoundGroup - 1 || new_tile || !more) {
+      __syncwarp();
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i] = load_shared_4(row_bounds + (part + i) * kPitchBytes);
+      const int32_t begin = cursor.block - place + part;
+      if (is_there && place == kBoundGroup - 1 && first_block <= cursor.block - place) {
+        *reinterpret_cast<uint4*>(target + begin) = {words[0], words[1], words[2], words[3]};
+      } else if (is_there) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (begin + i >= first_block && begin + i <= cursor.block) target[begin + i] = words[i];
+        }
+      }
+      __syncwarp();
+    }
     ring.advance();
   }
 }
