@@ -259,6 +259,18 @@ __device__ __forceinline__ float largest_of_quad(const msa::sm90::Accumulator& v
   return max_or_nan(score, __shfl_xor_sync(kAllLanes, score, 2));
 }
 
+// Four rows of four lanes, `best` of which a lane has seen: each lane gets the largest of one row.
+template <typename Number, typename Larger>
+__device__ __forceinline__ Number largest_of_rows(const Number (&best)[2][2],
+                                                  const Larger& larger) {
+  const bool upper = threadIdx.x & 2, odd = threadIdx.x & 1;
+  const Number low = larger(upper ? best[1][0] : best[0][0],
+                            __shfl_xor_sync(kAllLanes, upper ? best[0][0] : best[1][0], 2));
+  const Number high = larger(upper ? best[1][1] : best[0][1],
+                             __shfl_xor_sync(kAllLanes, upper ? best[0][1] : best[1][1], 2));
+  return larger(odd ? high : low, __shfl_xor_sync(kAllLanes, odd ? low : high, 1));
+}
+
 template <DType dtype>
 __device__ __forceinline__ void consume_pages(const ScoreWork& work,
                                               TileSharedStorage<dtype>& shared, int consumer) {
@@ -317,21 +329,22 @@ __device__ __forceinline__ void consume_pages(const ScoreWork& work,
         }
         wgmma_commit();
       }
-      float best[2][2];
+      int32_t best[2][2];
       wgmma_wait<1>();
       hold(sums[0]);
-      row_maxima(sums[0], best[0][0], best[0][1]);
+      row_maxima_of_bits(sums[0], best[0][0], best[0][1]);
       wgmma_wait<0>();
       hold(sums[1]);
       if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
-      row_maxima(sums[1], best[1][0], best[1][1]);
-      // Four rows of four lanes: each lane keeps one.
-      const bool upper = lane & 2, odd = lane & 1;
-      float low = max_or_nan(upper ? best[1][0] : best[0][0],
-                             __shfl_xor_sync(kAllLanes, upper ? best[0][0] : best[1][0], 2));
-      float high = max_or_nan(upper ? best[1][1] : best[0][1],
-                              __shfl_xor_sync(kAllLanes, upper ? best[0][1] : best[1][1], 2));
-      score = max_or_nan(odd ? high : low, __shfl_xor_sync(kAllLanes, odd ? low : high, 1));
+      row_maxima_of_bits(sums[1], best[1][0], best[1][1]);
+      const int32_t largest = largest_of_rows(best, [](int32_t a, int32_t b) { return max(a, b); });
+      score = __int_as_float(largest);
+      if (__any_sync(kAllLanes, largest < 0)) {
+        float scores[2][2];
+        row_maxima(sums[0], scores[0][0], scores[0][1]);
+        row_maxima(sums[1], scores[1][0], scores[1][1]);
+        score = largest_of_rows(scores, max_or_nan);
+      }
     } else if (lane == 0) {
       barrier_arrive(&shared.empty[ring.stage]);
     }
