@@ -19,12 +19,11 @@
 // Barriers  name   arrivals                       who arrives           who waits
 //           full   1 + bytes of page and factors  producer              consumers
 //           empty  16                             each consumer warp    producer
-//           named 1 + c  128 + 128                consumer c + 2 mod 4  consumer c, before products
 //           A page that is not there is announced without bytes, and its bounds are -inf.
-// Timeline  consumer: wait page, turn | products | pass turn, release the page | maxima, bound,
-//           store. Of four consumers two have products under way: were all to start at once, all
-//           would end at once, and the tensor cores idle while they take maxima. Bounds are
-//           stored 8 blocks at a time: L2 takes a whole sector of a row as it takes a word of it.
+// Timeline  consumer: wait page | products, and under them: bound and store of the page before, the
+//           next unit, this page's error | release the page | maxima of columns. The tensor cores
+//           have the products of the other three during the maxima alone. Bounds are stored 8
+//           blocks at a time: L2 takes a whole sector of a row as it takes a word of it.
 // Next      the launch of the next kernel begins when every CTA is at its last page.
 // Limits    tensor map: strides of the index cache are multiples of 16 bytes.
 #pragma once
@@ -95,6 +94,19 @@ __device__ __forceinline__ void produce_bound_pages(const BoundWork& work, const
   }
 }
 
+// The largest of both rows of four lanes, in order: the even lanes get that of the lower one.
+__device__ __forceinline__ int32_t largest_of_two_rows(const int32_t (&best)[2]) {
+  const bool odd = threadIdx.x & 1;
+  const int32_t largest =
+      max(odd ? best[1] : best[0], __shfl_xor_sync(kAllLanes, odd ? best[0] : best[1], 1));
+  return max(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+}
+
+// The score of bits that were brought into the order of signed numbers.
+__device__ __forceinline__ float score_of_order(int32_t order) {
+  return __int_as_float(order < 0 ? order ^ 0x7fffffff : order);
+}
+
 __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
                                                     BoundSharedStorage& shared, int consumer) {
   using namespace msa::sm90;
@@ -112,8 +124,7 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
       kAllLanes, shared_address(&shared.bounds[consumer * 4 + warp][0][row_of_warp]), lane);
 
   ScoreCursor next = find_piece(scores.batch, scores.cut, blockIdx.x, gridDim.x);
-  bool more = next.left > 0, new_tile = true, first_turn = consumer < 2;
-  const int next_turn = 1 + (consumer + 2) % kBoundConsumers;
+  bool more = next.left > 0, new_tile = true;
   RingPosition<kBoundStages> ring;
   uint32_t queries[kSteps][4];
   float4 row_factors{};
@@ -121,9 +132,40 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
   bool is_there = false;     // the row
   int32_t first_block = 0;   // of the tile, in this piece
   int32_t consumer_end = 0;  // the first block that no row wants
+
+  // Of the page before: what is left to do under the products of the next.
+  int32_t best[2], block = -1;  // its block, negative where there is none
+  float error = 0.0f;           // negative: there is no page, or nobody wants it
+  bool is_last = false;         // of the tile in this piece
+  const auto finish_page = [&] {
+    if (block < 0) return;
+    const float score = score_of_order(largest_of_two_rows(best));
+    const uint32_t bound =
+        error >= 0.0f ? score_key(upper_bound(score, error)) : score_key(-INFINITY);
+    const int32_t place = block & (kBoundGroup - 1);
+    store_shared_4(row_bounds + place * kPitchBytes, bound);  // two lanes the same
+    if (place < kBoundGroup - 1 && !is_last) return;
+    __syncwarp();
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = load_shared_4(row_bounds + (part + i) * kPitchBytes);
+    const int32_t begin = block - place + part;
+    if (is_there && place == kBoundGroup - 1 && first_block <= block - place) {
+      *reinterpret_cast<uint4*>(target + begin) = {words[0], words[1], words[2], words[3]};
+    } else if (is_there) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (begin + i >= first_block && begin + i <= block) target[begin + i] = words[i];
+      }
+    }
+    __syncwarp();
+  };
+
   while (more) {
     const ScoreCursor cursor = next;
     if (new_tile) {
+      finish_page();
+      block = -1;
       const int32_t tile_token = cursor.tile << scores.cut.log_tile;
       const int64_t first_token = cursor.tokens.first_token + tile_token;
       const int32_t first_pos = cursor.tokens.first_pos + tile_token;
@@ -152,59 +194,50 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
       consumer_end =
           end_of_rows(scores, first_pos, rows, consumer * kBoundConsumerRows, kBoundConsumerRows);
     }
+    barrier_wait(&shared.full[ring.stage], ring.phase);
+    const bool has_rows = consumer_end > 0;
+    if (!has_rows) {
+      if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
+      ring.advance();
+      new_tile = next.advance(scores.batch, scores.cut);
+      more = next.left > 0;
+      if (!more) start_next_kernel();
+      continue;
+    }
+    // Before the products: a load between them would keep the later ones waiting.
+    const float4 block_factors = shared.factors[ring.stage];
+    Accumulator sums;
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      multiply_rs_e4m3(queries[step], advance(k_base, ring.stage * kRawPageBytes + step * 32), sums,
+                       step > 0);
+    }
+    wgmma_commit();
+    finish_page();
     new_tile = next.advance(scores.batch, scores.cut);
     more = next.left > 0;
     if (!more) start_next_kernel();
-
-    // The first two begin, so that the last two have nobody to pass their last turn to.
-    const bool passes_turn = more || consumer < 2;
-    barrier_wait(&shared.full[ring.stage], ring.phase);
-    if (!first_turn) named_barrier(1 + consumer, 256);
-    first_turn = false;
-    uint32_t bound = score_key(-INFINITY);
-    // Before the products: a load between them would keep the later ones waiting.
-    const float4 block_factors = shared.factors[ring.stage];
-    if (cursor.block < consumer_end && block_factors.x >= 0.0f) {
-      Accumulator sums;
-      wgmma_fence();
+    block = cursor.block;
+    is_last = new_tile || !more;
+    error = block < consumer_end && block_factors.x >= 0.0f
+                ? score_error(row_factors, block_factors)
+                : -1.0f;
+    wgmma_wait<0>();
+    hold(sums);
+    if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
+    best_of_columns<LargestSigned>(sums, best[0], best[1]);
+    if (__any_sync(kAllLanes, (best[0] | best[1]) < 0)) {
+      int32_t negative[2];
+      best_of_columns<SmallestUnsigned>(sums, negative[0], negative[1]);
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        multiply_rs_e4m3(queries[step], advance(k_base, ring.stage * kRawPageBytes + step * 32),
-                         sums, step > 0);
+      for (int i = 0; i < 2; ++i) {
+        if (best[i] < 0) best[i] = negative[i] ^ 0x7fffffff;
       }
-      wgmma_commit();
-      float error = score_error(row_factors, block_factors);
-      asm volatile("" : "+f"(error));  // now, while the products are under way
-      wgmma_wait<0>();
-      hold(sums);
-      if (passes_turn) named_barrier_arrive(next_turn, 256);
-      if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
-      const float score = largest_of_quad(sums);
-      bound = score_key(upper_bound(score, error));
-    } else {
-      if (passes_turn) named_barrier_arrive(next_turn, 256);
-      if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
-    }
-    const int32_t place = cursor.block & (kBoundGroup - 1);
-    store_shared_4(row_bounds + place * kPitchBytes, bound);  // two lanes the same
-    if (place == kBoundGroup - 1 || new_tile || !more) {
-      __syncwarp();
-      uint32_t words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) words[i] = load_shared_4(row_bounds + (part + i) * kPitchBytes);
-      const int32_t begin = cursor.block - place + part;
-      if (is_there && place == kBoundGroup - 1 && first_block <= cursor.block - place) {
-        *reinterpret_cast<uint4*>(target + begin) = {words[0], words[1], words[2], words[3]};
-      } else if (is_there) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (begin + i >= first_block && begin + i <= cursor.block) target[begin + i] = words[i];
-        }
-      }
-      __syncwarp();
     }
     ring.advance();
   }
+  finish_page();
 }
 
 __global__ void __launch_bounds__(kBoundThreads, 1)
