@@ -161,7 +161,8 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
     __syncwarp();
   };
 
-  while (more) {
+  if (more) barrier_wait(&shared.full[0], 0);
+  while (more) {  // the page is there
     const ScoreCursor cursor = next;
     if (new_tile) {
       finish_page();
@@ -194,7 +195,6 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
       consumer_end =
           end_of_rows(scores, first_pos, rows, consumer * kBoundConsumerRows, kBoundConsumerRows);
     }
-    barrier_wait(&shared.full[ring.stage], ring.phase);
     const bool has_rows = consumer_end > 0;
     if (!has_rows) {
       if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
@@ -202,6 +202,7 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
       new_tile = next.advance(scores.batch, scores.cut);
       more = next.left > 0;
       if (!more) start_next_kernel();
+      if (more) barrier_wait(&shared.full[ring.stage], ring.phase);
       continue;
     }
     // Before the products: a load between them would keep the later ones waiting.
@@ -223,9 +224,12 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
     error = block < consumer_end && block_factors.x >= 0.0f
                 ? score_error(row_factors, block_factors)
                 : -1.0f;
+    uint64_t* const empty = &shared.empty[ring.stage];
+    ring.advance();
+    if (more) barrier_wait(&shared.full[ring.stage], ring.phase);
     wgmma_wait<0>();
     hold(sums);
-    if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
+    if (lane == 0) barrier_arrive(empty);
     best_of_columns<LargestSigned>(sums, best[0], best[1]);
     if (__any_sync(kAllLanes, (best[0] | best[1]) < 0)) {
       int32_t negative[2];
@@ -235,7 +239,6 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
         if (best[i] < 0) best[i] = negative[i] ^ 0x7fffffff;
       }
     }
-    ring.advance();
   }
   finish_page();
 }
