@@ -81,7 +81,7 @@ struct CandidateFinder {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) visit(keys[i], i);
     } else {
-      constexpr int kTogether = 8;  // loads under way before the first visit
+      constexpr int kTogether = 16;  // loads under way before the first visit
 #pragma unroll 1
       for (int32_t i = 0; i < count; i += kTogether) {
         uint32_t loaded[kTogether];
@@ -269,7 +269,7 @@ struct CandidateFinder {
 };
 
 template <int kValues>
-__global__ void __launch_bounds__(kRowsPerCta * 32, kValues == 32 ? 5 : 8)
+__global__ void __launch_bounds__(kRowsPerCta * 32, kValues == 16 ? 8 : 6)
     msa_find_candidates_sm90_kernel(const __grid_constant__ BoundedRows work) {
   __shared__ uint16_t lists[kRowsPerCta][kRowEntries];
   const int warp = threadIdx.x / 32;
