@@ -126,6 +126,11 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
   ScoreCursor next = find_piece(scores.batch, scores.cut, blockIdx.x, gridDim.x);
   bool more = next.left > 0, new_tile = true;
   RingPosition<kBoundStages> ring;
+  uint64_t keys = k_base;  // the descriptor of the stage, found under the products before
+  const auto advance_ring = [&] {
+    ring.advance();
+    keys = ring.stage == 0 ? k_base : advance(keys, kRawPageBytes);
+  };
   uint32_t queries[kSteps][4];
   float4 row_factors{};
   uint32_t* target = nullptr;
@@ -198,7 +203,7 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
     const bool has_rows = consumer_end > 0;
     if (!has_rows) {
       if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
-      ring.advance();
+      advance_ring();
       new_tile = next.advance(scores.batch, scores.cut);
       more = next.left > 0;
       if (!more) start_next_kernel();
@@ -211,8 +216,7 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      multiply_rs_e4m3(queries[step], advance(k_base, ring.stage * kRawPageBytes + step * 32), sums,
-                       step > 0);
+      multiply_rs_e4m3(queries[step], advance(keys, step * 32), sums, step > 0);
     }
     wgmma_commit();
     finish_page();
@@ -225,7 +229,7 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
                 ? score_error(row_factors, block_factors)
                 : -1.0f;
     uint64_t* const empty = &shared.empty[ring.stage];
-    ring.advance();
+    advance_ring();
     if (more) barrier_wait(&shared.full[ring.stage], ring.phase);
     wgmma_wait<0>();
     hold(sums);
