@@ -36,7 +36,7 @@ HOT_KERNELS = {
     "msa_rescore_candidates_sm90_kernel": (HOPPER, {"HGMMA", "F2FP.F16.E4M3.UNPACK_B"}),
     "msa_score_bounds_sm90_kernel": (HOPPER, {"QGMMA", "UTMALDG", "USETMAXREG", "VIMNMX3"}),
     "msa_score_factors_sm90_kernel": (HOPPER, {"LDG.E.128"}),
-    "msa_settle_rows_sm90_kernel": (HOPPER, {"SHFL", "VOTE"}),
+    "msa_settle_rows_sm90_kernel": (HOPPER, {"REDUX", "VOTE"}),
     "msa_sparse_prefill_kv_block_sm90_kernel": (HOPPER, {"HGMMA", "UTMALDG", "USETMAXREG"}),
     "msa_sparse_prefill_sm80_kernel": (PORTABLE, {"HMMA.16816.F32.BF16", "LDSM", "LDGSTS.E"}),
     "msa_sparse_prefill_merge_sm90_kernel": (HOPPER, {"LDG.E.EF.128"}),
