@@ -45,7 +45,7 @@ DECODE = {  # (requests, tokens of each, Hq, Hkv): kernels of bfloat16 caches, o
     (8, 8, 16, 4): ("decode_pair_sm90<cache, 8>", "decode_pair_sm90<cache, 4>"),
     (32, 8, 16, 4): ("decode_pair_sm90<cache, 4>",) * 2,
     (32, 8, 64, 4): ("decode_tile_sm90", "decode_pair_sm90<cache, 4>"),
-    (300, 1, 64, 4): ("decode_sm80<cache, true>",) * 2,
+    (300, 1, 64, 4): ("decode_stream_sm90<cache, true>",) * 2,
 }
 PAGED = {  # pages of a row: kernels
     20: {"decode_cluster_sm90<cache, false, 8>"},

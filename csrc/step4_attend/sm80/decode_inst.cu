@@ -10,7 +10,7 @@ namespace {
 
 namespace sm80 = decode::sm80;
 
-enum class Way { kPortable, kCluster, kPairs, kTiles };
+enum class Way { kPortable, kCluster, kStream, kPairs, kTiles };
 
 // A call, cut; by its shapes and the device alone.
 struct Plan {
@@ -41,7 +41,10 @@ Plan plan_call(const AttendParams& attend, const IdsView& ids, int64_t blocks, b
   }
   if (sparse && takes_pairs(params)) return {params, Way::kPairs};
   const ClusterCut cut = decode_cluster_cut(params, blocks, context);
-  if (cut.splits == 0) return {params, Way::kPortable};
+  if (cut.splits == 0) {
+    const bool streams = params.splits == 1 && fits_tensor_maps(attend);
+    return {params, streams ? Way::kStream : Way::kPortable};
+  }
   params.splits = cut.splits;
   params.two_an_sm = cut.two_an_sm;
   return {params, Way::kCluster};
@@ -73,6 +76,7 @@ void run(const Plan& plan, const ExecContext& context) {
   const bool fp8 = cache == DType::kFloat8E4M3;
   require_built(context.op, q, cache);
   if (plan.way == Way::kCluster) return run_decode_cluster(plan.params, context, kSparse);
+  if (plan.way == Way::kStream) return run_decode_stream(plan.params, context, kSparse);
   if (plan.way == Way::kPairs) return run_decode_pairs(plan.params, context);
   if (plan.way == Way::kTiles) return run_decode_tiles(plan.params, context);
   if (fp8) return launch<__nv_fp8_e4m3, kSparse>(plan.params, context);
