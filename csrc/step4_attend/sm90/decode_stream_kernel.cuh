@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
   __syncwarp();
   wait_for_previous_kernel();
   const float v_scale = load_scale(attend.v_scale, head);
-  walk_boxes<Element, kSparse>(params, {&k_map, &v_map, head}, shared, head, token);
+  walk_boxes<Element, kSparse>(params, {params, k_map, v_map, head}, shared, head, token);
   start_next_kernel();
   __syncthreads();
   const int group = static_cast<int>(attend.group_size);
