@@ -37,7 +37,7 @@ Plan plan_call(const AttendParams& attend, const IdsView& ids, int64_t blocks, b
   if (!runs_sm90(context, attend.q.dtype, attend.k_cache.dtype)) return {params, Way::kPortable};
   const bool fits = fits_tensor_maps(attend);
   if (sparse && attend.k_cache.dtype == DType::kBFloat16 && fits) {
-    params.tile_tokens = draft_tile_tokens(params);
+    cut_drafts(params);
     if (params.tile_tokens > 0) return {params, Way::kTiles};
   }
   if (sparse && takes_pairs(params)) return {params, Way::kPairs};
