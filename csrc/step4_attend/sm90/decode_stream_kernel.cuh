@@ -56,8 +56,9 @@ __device__ __forceinline__ void walk_boxes(const DecodeParams& params, const Sli
       uint64_t* full = &shared.full[warp][stage];
       if (tokens.valid > 0) {
         hopper::barrier_arrive_expect(full, 2 * kPartBytes);
-        boxes.copy_k(shared.ring[warp][stage][0], tokens, full);
-        boxes.copy_v(shared.ring[warp][stage][1], tokens, full);
+        const bool keep = index < params.kept_slices;
+        boxes.copy_k(shared.ring[warp][stage][0], tokens, full, keep);
+        boxes.copy_v(shared.ring[warp][stage][1], tokens, full, keep);
       } else {
         hopper::barrier_arrive(full);
       }
