@@ -286,13 +286,24 @@ __device__ __forceinline__ void scale_logits(float (&s)[kColumns][4], int valid,
   const int quad = threadIdx.x % 4;
   largest[0] = largest[1] = -INFINITY;
 #pragma unroll
-  for (int tile = 0; tile < kColumns; ++tile) {
+  for (auto& tile : s) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int token = tile * 8 + (kBoxes ? quad + i % 2 * 4 : quad * 2 + i % 2);
-      s[tile][i] = token < valid ? s[tile][i] * scale[i / 2] : -INFINITY;
-      largest[i / 2] = fmaxf(largest[i / 2], s[tile][i]);
+    for (int i = 0; i < 4; ++i) tile[i] *= scale[i / 2];
+  }
+  if (valid < kColumns * 8) {  // but for the last slice that a token sees, all or nothing counts
+#pragma unroll
+    for (int tile = 0; tile < kColumns; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = tile * 8 + (kBoxes ? quad + i % 2 * 4 : quad * 2 + i % 2);
+        if (token >= valid) s[tile][i] = -INFINITY;
+      }
     }
+  }
+#pragma unroll
+  for (const auto& tile : s) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) largest[i / 2] = fmaxf(largest[i / 2], tile[i]);
   }
 #pragma unroll
   for (float& value : largest) {
