@@ -641,6 +641,41 @@ def test_decode_counts_that_cannot_be(counts):
     assert torch.equal(case.k_cache.view(torch.int32), before.view(torch.int32))
 
 
+OVERLOADS = [
+    pytest.param(op, build, overload, id=f"{op}-{build.__name__}-{overload}")
+    for op, build, _ in TABLES
+    for overload in ("default", "out")
+    if overload in getattr(torch.ops.msa, op).overloads()
+    and build not in (parts_call, media_dtype_call)
+]
+
+
+@pytest.mark.parametrize("op,build,overload", OVERLOADS)
+def test_none_where_a_tensor_must_be(op, build, overload):
+    """torch hands None on as a tensor that is not there; read as one, it would end the process."""
+    call = {"num_pages": 4, "page_step": 1, "head_step": 1, "dtype": torch.float32, **build()}
+    operator = getattr(getattr(torch.ops.msa, op), overload)
+    written = {"output": "out"} | ({"scores": "out"} if op == "index_score" else {})
+    written |= {"ids": "out"} if op in ("topk_blocks", "select_blocks") else {}
+    arguments = operator._schema.arguments
+    source = {a.name: written.get(a.name, a.name) for a in arguments}
+    given = {name: call[word] for name, word in source.items() if word in call}
+    operator(**given)
+    needed = [argument.name for argument in arguments if str(argument.type) == "Tensor"]
+    for name in needed if len(needed) > 1 else []:  # torch looks for a kernel by some tensor
+        expected = rf"msa\.{op}: ({name}|{source[name]}) must be .*, got None"
+        with pytest.raises(ValueError, match=expected):
+            operator(**{**given, name: None})
+
+
+def test_the_view_of_a_selection_needs_caches():
+    for name in ("ids", "k_cache", "v_cache"):
+        with pytest.raises(
+            ValueError, match=rf"msa\.decode_view: {name} must be a tensor, got None"
+        ):
+            msa_kernels.decode_view(**{**view_call(), name: None})
+
+
 def test_debug_finds_counts_that_are_wrong():
     case = make_case([(1, 300), (2, 200)], padding_rows=0)
     good = msa_kernels.Batch(*case.batch, case.slot_mapping, 1, 1)

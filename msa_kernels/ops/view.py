@@ -40,6 +40,9 @@ def _refuse(argument: str, expected: str, got: object) -> NoReturn:
 
 def _check_cache(name: str, cache: Tensor, ids: Tensor) -> None:
     """What the operator cannot see: it gets the caches' strides only."""
+    for argument, tensor in (("ids", ids), (name, cache)):
+        if not isinstance(tensor, Tensor):
+            _refuse(argument, "a tensor", tensor)
     if cache.device != ids.device:
         _refuse(name, f"on {ids.device}, the device of ids", cache.device)
     if cache.dtype not in _CACHE_DTYPES:
