@@ -137,9 +137,12 @@ static __global__ void __launch_bounds__(kClusterPairWarps * 32, 1)
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0);
   const int group = static_cast<int>(attend.group_size), splits = params.decode.splits;
   const int own_rows = min(params.rows, max(0, kTokens * group - split * params.rows));
-  if (lane < kStages) {
-    hopper::barrier_init(&shared.k_full[warp][lane], 1);
-    hopper::barrier_init(&shared.v_full[warp][lane], 1);
+  if (hopper::elect_one()) {  // by a lane each, the assembler would make a loop over the lanes
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+      hopper::barrier_init(&shared.k_full[warp][stage], 1);
+      hopper::barrier_init(&shared.v_full[warp][stage], 1);
+    }
   }
   if (threadIdx.x == 0) {
     hopper::prefetch_tensor_map(&k_map);

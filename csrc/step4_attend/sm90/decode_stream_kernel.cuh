@@ -104,10 +104,13 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
   extern __shared__ __align__(1024) uint8_t shared_memory[];
   auto& shared = *reinterpret_cast<StreamStorage*>(shared_memory);
   const AttendParams& attend = params.attend;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warp = threadIdx.x / 32;
   const auto num_tokens = static_cast<int32_t>(attend.batch.num_tokens);
   const int32_t head = blockIdx.x / num_tokens, token = blockIdx.x % num_tokens;
-  if (lane < kStages) hopper::barrier_init(&shared.full[warp][lane], 1);
+  if (hopper::elect_one()) {  // by a lane each, the assembler would make a loop over the lanes
+#pragma unroll
+    for (uint64_t& full : shared.full[warp]) hopper::barrier_init(&full, 1);
+  }
   hopper::fence_barrier_init();
   if (threadIdx.x == 0) {
     hopper::prefetch_tensor_map(&k_map);
