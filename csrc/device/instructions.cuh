@@ -48,6 +48,12 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return result;
 }
 
+// sum + 0 * pair, of two bfloat16: NaN where one is NaN or Inf.
+__device__ __forceinline__ uint32_t add_zero_times(uint32_t pair, uint32_t sum) {
+  asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pair), "r"(0));
+  return sum;
+}
+
 // The value is computed here, not where it is first looked at.
 __device__ __forceinline__ void compute_here(float& value) { asm volatile("" : "+f"(value)); }
 
