@@ -15,6 +15,7 @@ CSRC = HERE.parents[1] / "csrc"
 SOURCES = (
     HERE / "machine.cpp",
     HERE / "entry.cpp",
+    HERE / "broken_kernels.cpp",
     CSRC / "step1_score/sm90/index_score_inst.cu",
     CSRC / "step2_select/sm90/bounded_select_inst.cu",
     CSRC / "step4_attend/sm90/prefill_inst.cu",
@@ -139,6 +140,12 @@ class Emulator:
             int(batch_invariant),
         )
         return out, lse
+
+    def break_rule(self, rule: str) -> int:
+        """A kernel that breaks it; returns what one read that did not wait for a copy of 4."""
+        name, result = ctypes.create_string_buffer(rule.encode()), ctypes.c_int64()
+        self._call("break_rule", [ctypes.addressof(name), ctypes.addressof(result)])
+        return result.value
 
 
 def _rows(x: Tensor) -> list[int]:

@@ -9,6 +9,10 @@
 #include "step2_select/sm90/bounded_select_run.h"
 #include "step4_attend/attend_params.h"
 
+namespace broken {
+void break_rule(const std::string& rule, int64_t* result);
+}
+
 namespace {
 
 using namespace msa;
@@ -129,6 +133,9 @@ extern "C" const char* msa_emulate(const char* name, const int64_t* values) {
       score(arguments);
     } else if (op == "sparse_prefill") {
       attend_prefill(arguments);
+    } else if (op == "break_rule") {
+      const std::string rule = arguments.pointer<char>();
+      broken::break_rule(rule, arguments.pointer<int64_t>());
     } else {
       throw std::invalid_argument("no such call: " + op);
     }

@@ -77,6 +77,23 @@ def test_scores_that_few_bits_cannot_tell_apart(library, width):
     assert_ids(ids, reference.select_blocks(*case.index_args))
 
 
+def test_small_terms_after_large_sums(library):
+    """A first step so large that the terms of the others are cut off: of some blocks they make the
+    score, and only the factors of the errors know that they may."""
+    case = make([(20, 60 * BLOCK + 70)])
+    generator = torch.Generator().manual_seed(3)
+    case.index_q[..., :32] = case.index_k_cache[..., :32] = 16
+    case.index_q[..., 32:] = 1
+    pages, slots = case.index_k_cache.shape[:2]
+    share = torch.rand(pages, 1, 1, generator=generator)  # each block's own
+    ones = torch.rand(pages, slots, 96, generator=generator) < share
+    case.index_k_cache[..., 32:] = (ones * 0.9375).to(FP8)
+    case.index_k_cache[::2, :, 32:] = 0
+    case.index_k_cache[::2, :, 0] = 18
+    ids = Emulator(library).select_blocks(*case.index_args)
+    assert_ids(ids, reference.select_blocks(*case.index_args))
+
+
 def test_negative_scores(library):
     """Maxima of bits are not those of scores."""
     case = make()
