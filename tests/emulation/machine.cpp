@@ -22,6 +22,7 @@ namespace {
 
 constexpr size_t kStackBytes = 256 * 1024;
 constexpr int kMostNaps = 1 << 20;
+constexpr int kNap = -1;  // beside the collectives of cuda_runtime.h
 
 // A stack, and where its code goes on.
 #ifdef __x86_64__
@@ -341,7 +342,8 @@ void launch(const void* kernel, const Grid& launched, const std::function<void()
   if (grid.shared_bytes > kSharedBytes) throw std::runtime_error(name + ": shared memory");
   random_state = 88172645463325252u + settings.seed * 0x9e3779b97f4a7c15u;
   const int total = static_cast<int>(grid.size.x * grid.size.y * grid.size.z);
-  const int together = grid.cluster > 1 ? grid.cluster : settings.ctas_at_once;
+  const int at_once = grid.shared_bytes > 0 ? settings.ctas_at_once : 1;
+  const int together = grid.cluster > 1 ? grid.cluster : at_once;
   for (int first = 0; first < total; first += together) {
     run_ctas(first, std::min(together, total - first));
     if (!error.empty()) throw std::runtime_error(name + " " + error);
@@ -420,7 +422,7 @@ bool meet_cta(bool vote) {
 
 void nap() {
   if (++naps > kMostNaps) fail("hangs: a warp polls what never comes");
-  exchange(-1, 0);
+  exchange(kNap, 0);
   if (current % 32 == 31) run_others(true);
 }
 
@@ -436,10 +438,8 @@ void cluster_wait() {
   wait_while(cluster_phase, lanes[current].cluster_phase, "the other CTAs of their cluster");
 }
 
-int cluster_size() { return static_cast<int>(ctas.size()); }
-
 void store_to_cta(int rank, uint32_t address, uint32_t value) {
-  if (rank >= cluster_size()) fail("a store to a CTA that is not in the cluster");
+  if (rank >= static_cast<int>(ctas.size())) fail("a store to a CTA that is not in the cluster");
   uint8_t* const memory = rank == resident ? shared_memory : ctas[rank].shared.data();
   std::memcpy(memory + address, &value, sizeof value);
 }

@@ -19,8 +19,10 @@ struct Settings {
   // 0: lanes in order, copies arrive at once. Else a seed: warps in random order, and copies arrive
   // when they like, at the latest when nothing else can run.
   uint32_t seed = 0;
-  int sms = 3;           // of the device: CTAs of a persistent kernel
-  int ctas_at_once = 1;  // that run in turn; those of a cluster always do
+  int sms = 3;  // of the device: CTAs of a persistent kernel
+  // That run in turn, of kernels with dynamic shared memory, which each has its own of; static
+  // shared memory is one for all. CTAs of a cluster always do.
+  int ctas_at_once = 1;
 };
 inline Settings settings;
 
@@ -75,7 +77,6 @@ void nap();
 // Of the cluster: arrives, and waits until all its lanes have arrived as often.
 void cluster_arrive();
 void cluster_wait();
-int cluster_size();
 
 // Shared memory of a CTA of the cluster, for accesses from another.
 void store_to_cta(int rank, uint32_t address, uint32_t value);

@@ -60,9 +60,9 @@ def test_wild_values(emulator, cache):
     """NaN in V of blocks that some tokens see in part: of those that see it, and of no others."""
     case = make([(40, 5 * BLOCK - 3)], cache_dtype=cache)
     last, before = case.block_table[0, 4].item(), case.block_table[0, 1].item()
-    for page, row in ((last, 90), (last, 120), (before, 5)):
+    for column, (page, row) in enumerate([(last, 90), (last, 120), (before, 5)]):
         values = case.v_cache[page, 1].float()
-        values[row, 7::40] = torch.nan
+        values[row, column::40] = torch.nan
         case.v_cache[page, 1] = values.to(cache)
     check(emulator, case)
 
@@ -96,6 +96,6 @@ def test_bits_do_not_depend_on_the_order(library):
     case = make(RAGGED * 2)
     first = Emulator(library).sparse_prefill(*case.attend_args)
     for seed in range(1, 5):
-        emulator = Emulator(library, seed, sms=1 + 3 * seed)
+        emulator = Emulator(library, seed, sms=1 + 3 * seed, ctas_at_once=seed)
         for result, expected in zip(emulator.sparse_prefill(*case.attend_args), first, strict=True):
             assert same_bits(result, expected)

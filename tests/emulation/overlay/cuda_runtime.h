@@ -99,7 +99,6 @@ inline unsigned __ballot_sync(unsigned mask, bool vote) {
   return result;
 }
 inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
-inline bool __all_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) == ~0u; }
 
 // Lanes stay within their `width` neighbours.
 template <typename Value>
