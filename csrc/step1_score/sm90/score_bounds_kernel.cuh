@@ -169,7 +169,7 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
       }
       wgmma_commit();
       float error = score_error(row_factors, block_factors);
-      asm volatile("" : "+f"(error));  // now, while the products are under way
+      compute_here(error);  // now, while the products are under way
       wgmma_wait<0>();
       hold(sums);
       if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
