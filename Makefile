@@ -34,7 +34,7 @@ $(VENV)/.ready: pyproject.toml
 build: setup
 	$(BIN)/python setup.py --quiet build_ext --inplace
 
-CXX_FILES := csrc tests/cpp -regextype egrep -regex '.*\.(h|cpp|cu|cuh|inc)'
+CXX_FILES := csrc tests/cpp tests/emulation -regextype egrep -regex '.*\.(h|cpp|cu|cuh|inc)'
 
 lint: setup
 	$(BIN)/ruff check .

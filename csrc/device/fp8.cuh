@@ -34,4 +34,28 @@ __device__ __forceinline__ void fp8_to_f16(uint32_t word, uint32_t& low, uint32_
 #endif
 }
 
+// The two low bytes of `bits`, e4m3, as two float16.
+__device__ __forceinline__ uint32_t e4m3_to_half(uint32_t bits) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint32_t halves;
+  asm("{\n"
+      ".reg .b16 bytes;\n"
+      "cvt.u16.u32 bytes, %1;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, bytes;\n"
+      "}\n"
+      : "=r"(halves)
+      : "r"(bits));
+  return halves;
+#else
+  // Exponent and mantissa one place down have a float16's exponent, 2^8 too small.
+  const uint32_t high = __byte_perm(bits, 0, 0x1404);  // each byte in the upper half of 16 bits
+  const uint32_t magnitude = high & 0x7f007f00u;
+  const uint32_t nan = (magnitude + 0x01000100u) & 0x80008000u;  // of 0x7f alone
+  const uint32_t small = (high & 0x80008000u) | magnitude >> 1;
+  uint32_t halves;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(halves) : "r"(small), "r"(0x5c005c00u));  // 256
+  return halves | (nan >> 15) * 0x7fffu;
+#endif
+}
+
 }  // namespace msa

@@ -7,18 +7,13 @@
 
 #include <cstdint>
 
+#include "device/fp8.cuh"
+
 namespace msa::sm90 {
 
 // Two instructions a word.
 __device__ __forceinline__ void e4m3_to_float16(uint32_t word, uint32_t (&pairs)[2]) {
-  asm("{\n"
-      ".reg .b16 low, high;\n"
-      "mov.b32 {low, high}, %2;\n"
-      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
-      "cvt.rn.f16x2.e4m3x2 %1, high;\n"
-      "}\n"
-      : "=r"(pairs[0]), "=r"(pairs[1])
-      : "r"(word));
+  fp8_to_f16(word, pairs[0], pairs[1]);
 }
 
 // Eight instructions a word: there is none from float16 to bfloat16.

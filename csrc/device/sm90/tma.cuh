@@ -65,7 +65,7 @@ __device__ __forceinline__ void copy_box(void* shared, const CUtensorMap* map, u
       : "memory");
 }
 
-// For copies: the L2 cache gives up these lines before others.
+// For copies and stores: the L2 cache gives up these lines before others.
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -114,6 +114,13 @@ __device__ __forceinline__ void copy_bytes(void* shared, const void* global, uin
       " [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
       "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
+}
+
+// 16 bytes to memory, with a policy for L2.
+__device__ __forceinline__ void store_16(void* address, const uint4& bits, uint64_t policy) {
+  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(address),
+               "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w), "l"(policy)
+               : "memory");
 }
 
 }  // namespace msa::sm90

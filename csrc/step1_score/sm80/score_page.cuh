@@ -20,7 +20,9 @@
 
 #include "common/views.h"
 #include "device/common.cuh"
+#include "device/fp8.cuh"
 #include "device/shared_memory.cuh"
+#include "device/sm80_mma.cuh"
 
 namespace msa::index_score::sm80 {
 
@@ -45,36 +47,9 @@ struct IndexElement<DType::kBFloat16> {
 
   static __device__ __forceinline__ void multiply(const uint32_t (&a)[4], const uint32_t (&b)[2],
                                                   float (&sum)[4]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    multiply_bf16(sum, a, b[0], b[1]);
   }
 };
-
-// The two low bytes of `bits`, e4m3, as two float16.
-__device__ __forceinline__ uint32_t e4m3_to_half(uint32_t bits) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  uint32_t halves;
-  asm("{\n"
-      ".reg .b16 bytes;\n"
-      "cvt.u16.u32 bytes, %1;\n"
-      "cvt.rn.f16x2.e4m3x2 %0, bytes;\n"
-      "}\n"
-      : "=r"(halves)
-      : "r"(bits));
-  return halves;
-#else
-  // Exponent and mantissa one place down have a float16's exponent, 2^8 too small.
-  const uint32_t high = __byte_perm(bits, 0, 0x1404);  // each byte in the upper half of 16 bits
-  const uint32_t magnitude = high & 0x7f007f00u;
-  const uint32_t nan = (magnitude + 0x01000100u) & 0x80008000u;  // of 0x7f alone
-  const uint32_t small = (high & 0x80008000u) | magnitude >> 1;
-  uint32_t halves;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(halves) : "r"(small), "r"(0x5c005c00u));  // 256
-  return halves | (nan >> 15) * 0x7fffu;
-#endif
-}
 
 template <>
 struct IndexElement<DType::kFloat8E4M3> {
@@ -92,10 +67,7 @@ struct IndexElement<DType::kFloat8E4M3> {
 
   static __device__ __forceinline__ void multiply(const uint32_t (&a)[4], const uint32_t (&b)[2],
                                                   float (&sum)[4]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    multiply_f16(sum, a, b[0], b[1]);
   }
 };
 

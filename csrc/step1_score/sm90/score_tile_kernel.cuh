@@ -88,7 +88,6 @@ constexpr int tile_shared_bytes() {
 
 // 16 bytes of e4m3 as 32 of float16.
 __device__ __forceinline__ void to_half(const uint4& bits, uint4 (&halves)[2]) {
-  using sm80::e4m3_to_half;
   halves[0] = {e4m3_to_half(bits.x), e4m3_to_half(bits.x >> 16), e4m3_to_half(bits.y),
                e4m3_to_half(bits.y >> 16)};
   halves[1] = {e4m3_to_half(bits.z), e4m3_to_half(bits.z >> 16), e4m3_to_half(bits.w),

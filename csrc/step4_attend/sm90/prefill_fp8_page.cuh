@@ -65,8 +65,7 @@ template <Converted kTo, int kGroups = kPageGroups>
 __device__ __forceinline__ void convert_page(const uint8_t* page, uint8_t* block, bool clean,
                                              const int32_t& written, uint32_t* wild) {
   // Read anew for each page: kept over pages, what follows from it takes registers that are scarce.
-  int lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  const int lane = read_lane();
   const int part = lane % 4, row = lane / 8 ^ (lane & 4 ? 5 : 0);
   // Both halves of d of the lane's columns; the block's columns are 0 to 7 and 8 to 15 of them. As
   // numbers, so that each is one register: of pointers the compiler keeps several terms.

@@ -156,11 +156,11 @@ void plan_call(const SparseAttendParams& params, const Workspace& work,
                                 plan.sizes.tile_tokens * params.ids.topk, plan.chunk_rows));
   raise_shared_memory_limit<split::msa_split_selection_sm90_kernel>(context.op, context.device,
                                                                     kSplitSharedLimit);
-  split::msa_split_selection_sm90_kernel<<<static_cast<unsigned>(params.num_kv_heads *
-                                                                 plan.sizes.chunks),
-                                           split::kThreads, shared_bytes, stream>>>(
-      split_params(params, plan), work.counters.counters);
-  check_cuda(context.op, cudaGetLastError(), "launching the split of the selection");
+  launch_in_stream(context.op, "launching the split of the selection", false,
+                   split::msa_split_selection_sm90_kernel,
+                   dim3(static_cast<unsigned>(params.num_kv_heads * plan.sizes.chunks)),
+                   split::kThreads, shared_bytes, stream, split_params(params, plan),
+                   work.counters.counters);
   const int64_t rows = plan.num_rows * plan.sizes.rounds;
   launch_dependent(
       context.op, "launching the scan of the remap",

@@ -135,13 +135,6 @@ __device__ __forceinline__ void softmax(Accumulator& s, const Row (&rows)[2], fl
   }
 }
 
-// 16 bytes to memory, with a policy for L2.
-__device__ __forceinline__ void store_16(void* address, const uint4& bits, uint64_t policy) {
-  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(address),
-               "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w), "l"(policy)
-               : "memory");
-}
-
 __device__ __forceinline__ void store_partial(const KVBlockParams& params, const Row (&rows)[2],
                                               const Accumulator& o, const float (&maximum)[2],
                                               const float (&sum)[2]) {

@@ -160,12 +160,6 @@ __device__ __forceinline__ void produce_tile_q(const CUtensorMap* map, Storage& 
   ring.advance();
 }
 
-// sum + 0 * pair, of two bfloat16: NaN where one is NaN or Inf.
-__device__ __forceinline__ uint32_t add_zero_times(uint32_t pair, uint32_t sum) {
-  asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pair), "r"(0));
-  return sum;
-}
-
 // Makes 0 of what must not meet a weight of 0 in a block of V: rows at or past `written`, and NaN
 // and Inf, whose rows it notes in `wild`. Whole warp: vector i of a lane is in row 4 (i % 32) +
 // lane / 8.

@@ -1,0 +1,67 @@
+// Single instructions that C++ has no word for.
+#pragma once
+
+#include <cstdint>
+
+namespace msa {
+
+// 2^x by the special-function unit alone; results under 2^-126 become 0.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// Loads where `there` holds, without a branch, and here: not where the value is first looked at.
+__device__ __forceinline__ void load_if(bool there, const int32_t* address, int32_t& value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred there;\n"
+      "setp.ne.u32 there, %2, 0;\n"
+      "@there ld.global.s32 %0, [%1];\n"
+      "}\n"
+      : "+r"(value)
+      : "l"(address), "r"(static_cast<uint32_t>(there))
+      : "memory");
+}
+__device__ __forceinline__ void load_if(bool there, const float* address, float& value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred there;\n"
+      "setp.ne.u32 there, %2, 0;\n"
+      "@there ld.global.f32 %0, [%1];\n"
+      "}\n"
+      : "+f"(value)
+      : "l"(address), "r"(static_cast<uint32_t>(there))
+      : "memory");
+}
+
+// Has the line of `address` come to L2; nothing waits for it.
+__device__ __forceinline__ void prefetch_to_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// A NaN anywhere gives NaN, so that a broken part shows instead of vanishing.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+// sum + 0 * pair, of two bfloat16: NaN where one is NaN or Inf.
+__device__ __forceinline__ uint32_t add_zero_times(uint32_t pair, uint32_t sum) {
+  asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pair), "r"(0));
+  return sum;
+}
+
+// The value is computed here, not where it is first looked at.
+__device__ __forceinline__ void compute_here(float& value) { asm volatile("" : "+f"(value)); }
+
+// threadIdx.x % 32, read anew: the compiler keeps nothing that follows from it.
+__device__ __forceinline__ int read_lane() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
+}  // namespace msa

@@ -1,0 +1,166 @@
+"""Builds the emulated kernels and calls them on torch's tensors."""
+
+import ctypes
+import os
+import shlex
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).parent
+CSRC = HERE.parents[1] / "csrc"
+SOURCES = (
+    HERE / "machine.cpp",
+    HERE / "entry.cpp",
+    HERE / "broken_kernels.cpp",
+    CSRC / "step1_score/sm90/index_score_inst.cu",
+    CSRC / "step2_select/sm90/bounded_select_inst.cu",
+    CSRC / "step4_attend/sm90/prefill_inst.cu",
+)
+# Kernels see one memory as bytes and as numbers; the shared memory has no constructor to look for.
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-w", "-fno-strict-aliasing", "-fno-extern-tls-init"]
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.int64)
+"""of csrc/common/views.h, in its order"""
+
+
+def build(folder: Path, csrc: Path = CSRC) -> ctypes.CDLL:
+    """Compiles the kernels in `csrc` for the CPU; seconds."""
+    compiler = shlex.split(os.environ.get("CXX") or "g++")
+    includes = [f"-I{path}" for path in (HERE / "overlay", HERE, csrc)]
+
+    def compile_source(source: Path) -> str:
+        if source.is_relative_to(CSRC):
+            source = csrc / source.relative_to(CSRC)
+        target = str(folder / f"{source.stem}.o")
+        run(*compiler, *FLAGS, *includes, "-x", "c++", "-c", str(source), "-o", target)
+        return target
+
+    def run(*command: str) -> None:
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, f"{shlex.join(command)}\n{result.stderr[-8000:]}"
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_source, SOURCES))
+    library = folder / "emulated_kernels.so"
+    run(*compiler, "-shared", "-Wl,--no-undefined", *objects, "-o", str(library))
+    return ctypes.CDLL(str(library))
+
+
+class Emulator:
+    """Calls of the library, each on so many SMs, in the order of a seed (0: in order)."""
+
+    def __init__(self, library: ctypes.CDLL, seed: int = 0, sms: int = 3, ctas_at_once: int = 1):
+        self.library = library
+        self.library.msa_emulate.restype = ctypes.c_char_p
+        self.settings = [seed, sms, ctas_at_once]
+
+    def _call(self, name: str, *arguments: list[int] | int) -> None:
+        values = list(self.settings)
+        for argument in arguments:
+            values += argument if isinstance(argument, list) else [argument]
+        error = self.library.msa_emulate(name.encode(), (ctypes.c_int64 * len(values))(*values))
+        if error is not None:
+            raise RuntimeError(error.decode())
+
+    def select_blocks(
+        self,
+        index_q,
+        index_k_cache,
+        block_table,
+        cu_seqlens_q,
+        seq_lens,
+        topk=16,
+        *,
+        init_blocks=0,
+        local_blocks=1,
+        window_tokens=None,
+    ) -> Tensor:
+        """FP8 `select_blocks` by bounds, in windows of so many tokens."""
+        tokens, heads = index_q.shape[:2]
+        ids = torch.full((heads, tokens, topk), -77, dtype=torch.int32)
+        self._call(
+            "select_by_bounds",
+            _rows(index_q),
+            _cache(index_k_cache.unsqueeze(1)),
+            _batch(tokens, block_table, cu_seqlens_q, seq_lens),
+            [topk, init_blocks, local_blocks],
+            _ids(ids),
+            [window_tokens or tokens, block_table.size(1)],
+        )
+        return ids
+
+    def index_score(
+        self, index_q, index_k_cache, block_table, cu_seqlens_q, seq_lens, *, tile_rows: int
+    ) -> Tensor:
+        """Scores of the blocks before the tokens' own; 12345 where none was written."""
+        tokens, heads = index_q.shape[:2]
+        scores = torch.full((heads, tokens, block_table.size(1)), 12345.0)
+        self._call(
+            "score",
+            _rows(index_q),
+            _cache(index_k_cache.unsqueeze(1)),
+            _batch(tokens, block_table, cu_seqlens_q, seq_lens),
+            [scores.data_ptr(), heads, scores.size(2), *scores.stride()],
+            tile_rows,
+        )
+        return scores
+
+    def sparse_prefill(
+        self,
+        q,
+        k_cache,
+        v_cache,
+        ids,
+        block_table,
+        cu_seqlens_q,
+        seq_lens,
+        *,
+        k_scale=None,
+        v_scale=None,
+        batch_invariant=False,
+    ) -> tuple[Tensor, Tensor]:
+        """out and LSE."""
+        (tokens, heads, _), kv_heads = q.shape, k_cache.size(1)
+        out = torch.full_like(q, -77, memory_format=torch.contiguous_format)
+        lse = torch.full((tokens, heads), -77.0)
+        self._call(
+            "sparse_prefill",
+            _rows(q),
+            _cache(k_cache),
+            _cache(v_cache),
+            _batch(tokens, block_table, cu_seqlens_q, seq_lens),
+            _rows(out),
+            [lse.data_ptr(), *lse.stride()],
+            [0 if scale is None else scale.data_ptr() for scale in (k_scale, v_scale)],
+            [kv_heads, heads // kv_heads],
+            _ids(ids),
+            int(batch_invariant),
+        )
+        return out, lse
+
+    def break_rule(self, rule: str) -> int:
+        """A kernel that breaks it; returns what one read that did not wait for a copy of 4."""
+        name, result = ctypes.create_string_buffer(rule.encode()), ctypes.c_int64()
+        self._call("break_rule", [ctypes.addressof(name), ctypes.addressof(result)])
+        return result.value
+
+
+def _rows(x: Tensor) -> list[int]:
+    return [x.data_ptr(), DTYPES.index(x.dtype), x.stride(0), x.stride(1)]
+
+
+def _cache(cache: Tensor) -> list[int]:
+    return [cache.data_ptr(), DTYPES.index(cache.dtype), cache.size(0), *cache.stride()[:3]]
+
+
+def _batch(tokens: int, table: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor) -> list[int]:
+    vectors = [n for x in (cu_seqlens_q, seq_lens) for n in (x.data_ptr(), x.stride(0))]
+    return [*vectors, table.data_ptr(), *table.stride(), table.size(0), tokens, table.size(1)]
+
+
+def _ids(ids: Tensor) -> list[int]:
+    heads, _, topk = ids.shape
+    return [ids.data_ptr(), DTYPES.index(ids.dtype), heads, topk, *ids.stride()]

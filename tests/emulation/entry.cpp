@@ -1,0 +1,147 @@
+// What the tests call: operators on Hopper's kernels, as their own host code launches them.
+#include <cmath>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "machine.h"
+#include "step1_score/score_run.h"
+#include "step2_select/sm90/bounded_select_run.h"
+#include "step4_attend/attend_params.h"
+
+namespace broken {
+void break_rule(const std::string& rule, int64_t* result);
+}
+
+namespace {
+
+using namespace msa;
+
+// Past the devices whose number of SMs the host code keeps: settings change between calls.
+const ExecContext kContext{"emulation", 1000, nullptr};
+
+// The arguments of a call, one after the other, as emulator.py lists them.
+struct Arguments {
+  const int64_t* next;
+
+  int64_t number() { return *next++; }
+  template <typename T>
+  T* pointer() {
+    return reinterpret_cast<T*>(number());
+  }
+  DType dtype() { return static_cast<DType>(number()); }
+  RowsView rows() { return {pointer<void>(), dtype(), number(), number()}; }
+  PagedView cache() { return {pointer<void>(), dtype(), number(), number(), number(), number()}; }
+  BatchView batch() {
+    return {pointer<int32_t>(), number(), pointer<int32_t>(), number(), pointer<int32_t>(),
+            number(),           number(), number(),           number(), number()};
+  }
+  IdsView ids() {
+    return {pointer<void>(), dtype(), number(), number(), number(), number(), number()};
+  }
+  ScoresView scores() {
+    return {pointer<float>(), number(), number(), number(), number(), number()};
+  }
+};
+
+// Filled with garbage.
+class Workspace {
+ public:
+  explicit Workspace(int64_t bytes) : bytes_(bytes + kAlignment, 0xcd) {}
+  void* data() const {
+    const auto address = reinterpret_cast<uintptr_t>(bytes_.data());
+    return reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
+  }
+
+ private:
+  static constexpr int64_t kAlignment = 256;
+  std::vector<uint8_t> bytes_;
+};
+
+void select_by_bounds(Arguments& arguments) {
+  SelectBlocksParams params{};
+  params.index_q = arguments.rows();
+  params.index_k_cache = arguments.cache();
+  params.batch = arguments.batch();
+  params.rule = {arguments.number(), arguments.number(), arguments.number()};
+  params.ids = arguments.ids();
+  const int64_t window_tokens = arguments.number(), row_blocks = arguments.number();
+  const Workspace workspace(
+      select_blocks::sm90::bounded_workspace_bytes(params, window_tokens, row_blocks));
+  params.workspace = workspace.data();
+  select_blocks::sm90::run_bounded(params, window_tokens, row_blocks, kContext);
+}
+
+// Scores of the blocks before the tokens' own. `rows` of a tile: 256, or 8 to 64 by the kernel that
+// streams pages.
+void score(Arguments& arguments) {
+  index_score::ScoreWork work{};
+  work.index_q = arguments.rows();
+  work.index_k_cache = arguments.cache();
+  work.batch = arguments.batch();
+  work.scores = arguments.scores();
+  const int64_t rows = arguments.number(), heads = work.scores.num_heads;
+  work.set_heads(static_cast<int32_t>(heads));
+  work.cut.token_end = work.batch.num_tokens;
+  work.cut.max_blocks = index_score::capped_blocks(work.batch);
+  work.cut.log_tile = index_score::log_tile_tokens(rows, heads);
+  if (rows == 256) {
+    work.cut.tile_cost = kMaxTileCost;
+    index_score::sm90::run_tiles(work, kContext);
+  } else {
+    work.cut.tile_cost = 1;
+    index_score::sm90::run_stream(work, rows, kContext);
+  }
+}
+
+// sparse_prefill, whichever way the call goes.
+void attend_prefill(Arguments& arguments) {
+  SparseAttendParams params{};
+  params.q = arguments.rows();
+  params.k_cache = arguments.cache();
+  params.v_cache = arguments.cache();
+  params.batch = arguments.batch();
+  params.out = arguments.rows();
+  params.lse = {arguments.pointer<float>(), arguments.number(), arguments.number()};
+  params.k_scale = {arguments.pointer<float>(), 1, 1.0f};
+  params.v_scale = {arguments.pointer<float>(), 1, 1.0f};
+  params.num_kv_heads = arguments.number();
+  params.group_size = arguments.number();
+  params.scale = 1.0f / std::sqrt(static_cast<float>(kHeadDim));
+  params.ids = arguments.ids();
+  params.batch_invariant = arguments.number() != 0;
+  const Workspace workspace(sparse_prefill_sm90_workspace_bytes(params));
+  params.workspace = workspace.data();
+  run_sparse_prefill_sm90(params, kContext);
+}
+
+std::string message;
+
+}  // namespace
+
+// Null, or what went wrong. Settings: seed, SMs, CTAs at once.
+extern "C" const char* msa_emulate(const char* name, const int64_t* values) {
+  Arguments arguments{values};
+  emulation::settings.seed = static_cast<uint32_t>(arguments.number());
+  emulation::settings.sms = static_cast<int>(arguments.number());
+  emulation::settings.ctas_at_once = static_cast<int>(arguments.number());
+  const std::string op = name;
+  try {
+    if (op == "select_by_bounds") {
+      select_by_bounds(arguments);
+    } else if (op == "score") {
+      score(arguments);
+    } else if (op == "sparse_prefill") {
+      attend_prefill(arguments);
+    } else if (op == "break_rule") {
+      const std::string rule = arguments.pointer<char>();
+      broken::break_rule(rule, arguments.pointer<int64_t>());
+    } else {
+      throw std::invalid_argument("no such call: " + op);
+    }
+  } catch (const std::exception& error) {
+    message = error.what();
+    return message.c_str();
+  }
+  return nullptr;
+}
