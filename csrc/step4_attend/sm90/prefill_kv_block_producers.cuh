@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "device/common.cuh"
+#include "device/instructions.cuh"
 #include "device/positions.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/tma.cuh"
@@ -26,27 +27,16 @@ struct ItemFeed {
   int32_t ticket = 0;                // of the item after `next`
   WorkItem next{};                   // without pairs: there are no more
 
-  // By one lane alone: it draws.
   __device__ __forceinline__ void start() {
     // Items of the first round begin with 0, so that one is read beside the range.
     const int32_t mine =
         static_cast<int32_t>(blockIdx.x) + (params.round == 0 ? 0 : params.item_range[0]);
     next = mine < params.max_items ? load_item(params.work_items, mine) : WorkItem{};
-    ticket = draw();
+    ticket = fetch_and_increment(params.item_tickets);
     end = params.item_range[1];
     first_drawn = params.item_range[0] + static_cast<int32_t>(gridDim.x);
     if (mine >= end) next = {};  // what was read there is no item
     publish();
-  }
-
-  // By `inc` with a limit: additions of a warp's lanes the assembler gathers into one, whose result
-  // it passes on by a shuffle, and so waits for memory at once.
-  __device__ __forceinline__ int32_t draw() const {
-    uint32_t drawn;
-    asm volatile("atom.global.inc.u32 %0, [%1], 0x7fffffff;"
-                 : "=r"(drawn)
-                 : "l"(params.item_tickets));
-    return static_cast<int32_t>(drawn);
   }
 
   __device__ __forceinline__ void publish() {
@@ -58,7 +48,7 @@ struct ItemFeed {
     next = {};
     if (index < end) {
       next = load_item(params.work_items, index);
-      ticket = draw();
+      ticket = fetch_and_increment(params.item_tickets);
     }
   }
 };
