@@ -129,6 +129,7 @@ std::string error;
 Grid grid;
 int current = 0, resident = 0, num_lanes = 0;
 uint64_t random_state = 0;
+int slow_warp = 0;  // of each CTA, in random orders: runs where no other can, or seldom
 int cluster_arrived = 0;
 uint32_t cluster_phase = 0;
 int naps = 0;  // since the last phase of a barrier
@@ -186,7 +187,11 @@ int choose_lane(bool leaves_warp) {
   const int own = current / grid.threads * grid.threads;
   const auto choose = [&](int first, int count) {
     const int warp = random ? random_below(count / 32) : (current - first) / 32 + 1;
-    return find_lane(first + warp * 32 % count, count, first, first + count);
+    const int next = find_lane(first + warp * 32 % count, count, first, first + count);
+    const bool is_slow = next >= 0 && next % grid.threads / 32 == slow_warp;
+    if (!random || !is_slow || random_below(32) == 0) return next;
+    const int behind = next / 32 * 32 + 32;
+    return find_lane(behind < first + count ? behind : first, count, first, first + count);
   };
   if (!random || ctas.size() == 1 || random_below(16) != 0) {
     const int next = choose(own, grid.threads);
@@ -313,6 +318,7 @@ void run_ctas(int first, int count) {
     lane.cluster_phase = 0;
     for (DeferredWork& work : lane.deferred) work = {};
   }
+  slow_warp = random_below(grid.threads / 32);
   error.clear();
   leave_to(main_context, settings.seed == 0 ? 0 : random_below(num_lanes / 32) * 32);
   if (!error.empty()) return;
