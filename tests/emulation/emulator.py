@@ -88,7 +88,7 @@ class Emulator:
             _batch(tokens, block_table, cu_seqlens_q, seq_lens),
             [topk, init_blocks, local_blocks],
             _ids(ids),
-            [window_tokens or tokens, block_table.size(1)],
+            [window_tokens or tokens, -(-block_table.size(1) // 8) * 8],
         )
         return ids
 
