@@ -6,6 +6,7 @@ import shlex
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +20,17 @@ SOURCES = (
     CSRC / "step1_score/sm90/index_score_inst.cu",
     CSRC / "step2_select/sm90/bounded_select_inst.cu",
     CSRC / "step4_attend/sm90/prefill_inst.cu",
+    CSRC / "step4_attend/sm80/decode_inst.cu",
+    CSRC / "step4_attend/sm90/decode_cluster_inst.cu",
+    CSRC / "step4_attend/sm90/decode_pair_inst.cu",
+    CSRC / "step4_attend/sm90/decode_stream_inst.cu",
+    CSRC / "step4_attend/sm90/decode_tile_inst.cu",
+    CSRC / "configs/built_configs.cpp",
+    CSRC / "host/tensor_info.cpp",
 )
 # Kernels see one memory as bytes and as numbers; the shared memory has no constructor to look for.
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-w", "-fno-strict-aliasing", "-fno-extern-tls-init"]
+DEFINES = ["-DMSA_BACKEND_CUDA"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.int64)
 """of csrc/common/views.h, in its order"""
 
@@ -35,7 +44,7 @@ def build(folder: Path, csrc: Path = CSRC) -> ctypes.CDLL:
         if source.is_relative_to(CSRC):
             source = csrc / source.relative_to(CSRC)
         target = str(folder / f"{source.stem}.o")
-        run(*compiler, *FLAGS, *includes, "-x", "c++", "-c", str(source), "-o", target)
+        run(*compiler, *FLAGS, *DEFINES, *includes, "-x", "c++", "-c", str(source), "-o", target)
         return target
 
     def run(*command: str) -> None:
@@ -49,12 +58,21 @@ def build(folder: Path, csrc: Path = CSRC) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
+class Launch(NamedTuple):
+    kernel: str
+    threads: int
+    """of a CTA"""
+    cluster: int
+    """CTAs; 0: no clusters"""
+
+
 class Emulator:
     """Calls of the library, each on so many SMs, in the order of a seed (0: in order)."""
 
     def __init__(self, library: ctypes.CDLL, seed: int = 0, sms: int = 3, ctas_at_once: int = 1):
         self.library = library
         self.library.msa_emulate.restype = ctypes.c_char_p
+        self.library.msa_emulated_kernels.restype = ctypes.c_char_p
         self.settings = [seed, sms, ctas_at_once]
 
     def _call(self, name: str, *arguments: list[int] | int) -> None:
@@ -64,6 +82,13 @@ class Emulator:
         error = self.library.msa_emulate(name.encode(), (ctypes.c_int64 * len(values))(*values))
         if error is not None:
             raise RuntimeError(error.decode())
+
+    @property
+    def launched(self) -> list[Launch]:
+        """The kernels of the last call."""
+        lines = self.library.msa_emulated_kernels().decode().splitlines()
+        fields = [line.split() for line in lines]
+        return [Launch(name, int(threads), int(cluster)) for name, threads, cluster in fields]
 
     def select_blocks(
         self,
@@ -123,21 +148,46 @@ class Emulator:
         batch_invariant=False,
     ) -> tuple[Tensor, Tensor]:
         """out and LSE."""
+        batch = _batch(q.size(0), block_table, cu_seqlens_q, seq_lens)
+        more = [*_ids(ids), int(batch_invariant)]
+        return self._attend("sparse_prefill", q, k_cache, v_cache, batch, k_scale, v_scale, more)
+
+    def sparse_decode(
+        self,
+        q,
+        k_cache,
+        v_cache,
+        ids,
+        block_table,
+        cu_seqlens_q,
+        seq_lens,
+        *,
+        k_scale=None,
+        v_scale=None,
+    ) -> tuple[Tensor, Tensor]:
+        """out and LSE."""
+        batch = _batch(q.size(0), block_table, cu_seqlens_q, seq_lens)
+        return self._attend(
+            "sparse_decode", q, k_cache, v_cache, batch, k_scale, v_scale, _ids(ids)
+        )
+
+    def _attend(
+        self, name: str, q, k_cache, v_cache, batch: list[int], k_scale, v_scale, more: list[int]
+    ) -> tuple[Tensor, Tensor]:
         (tokens, heads, _), kv_heads = q.shape, k_cache.size(1)
         out = torch.full_like(q, -77, memory_format=torch.contiguous_format)
         lse = torch.full((tokens, heads), -77.0)
         self._call(
-            "sparse_prefill",
+            name,
             _rows(q),
             _cache(k_cache),
             _cache(v_cache),
-            _batch(tokens, block_table, cu_seqlens_q, seq_lens),
+            batch,
             _rows(out),
             [lse.data_ptr(), *lse.stride()],
             [0 if scale is None else scale.data_ptr() for scale in (k_scale, v_scale)],
             [kv_heads, heads // kv_heads],
-            _ids(ids),
-            int(batch_invariant),
+            more,
         )
         return out, lse
 
