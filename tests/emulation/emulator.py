@@ -20,6 +20,7 @@ SOURCES = (
     CSRC / "step1_score/sm90/index_score_inst.cu",
     CSRC / "step2_select/sm90/bounded_select_inst.cu",
     CSRC / "step4_attend/sm90/prefill_inst.cu",
+    CSRC / "step3_view/sm80/decode_view_inst.cu",
     CSRC / "step4_attend/sm80/decode_inst.cu",
     CSRC / "step4_attend/sm90/decode_cluster_inst.cu",
     CSRC / "step4_attend/sm90/decode_pair_inst.cu",
@@ -171,6 +172,47 @@ class Emulator:
             "sparse_decode", q, k_cache, v_cache, batch, k_scale, v_scale, _ids(ids)
         )
 
+    def paged_decode(
+        self,
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        kv_lens,
+        *,
+        cu_seqlens_q=None,
+        k_scale=None,
+        v_scale=None,
+    ) -> tuple[Tensor, Tensor]:
+        """out and LSE."""
+        batch = _batch(q.size(0), page_table, cu_seqlens_q, kv_lens)
+        return self._attend("paged_decode", q, k_cache, v_cache, batch, k_scale, v_scale, [])
+
+    def decode_view(
+        self,
+        ids,
+        block_table,
+        cu_seqlens_q,
+        seq_lens,
+        num_pages: int,
+        page_step: int,
+        head_step: int,
+    ) -> tuple[Tensor, Tensor]:
+        """The page table and lengths of its rows."""
+        heads, tokens, topk = ids.shape
+        # Columns first, as strides may be.
+        page_table = torch.full((topk, tokens * heads), -77, dtype=torch.int32).T
+        kv_lens = torch.full((tokens * heads,), -77, dtype=torch.int32)
+        self._call(
+            "decode_view",
+            _ids(ids),
+            _batch(tokens, block_table, cu_seqlens_q, seq_lens),
+            [num_pages, page_step, head_step],
+            [page_table.data_ptr(), *page_table.stride()],
+            [kv_lens.data_ptr(), *kv_lens.stride()],
+        )
+        return page_table, kv_lens
+
     def _attend(
         self, name: str, q, k_cache, v_cache, batch: list[int], k_scale, v_scale, more: list[int]
     ) -> tuple[Tensor, Tensor]:
@@ -206,8 +248,9 @@ def _cache(cache: Tensor) -> list[int]:
     return [cache.data_ptr(), DTYPES.index(cache.dtype), cache.size(0), *cache.stride()[:3]]
 
 
-def _batch(tokens: int, table: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor) -> list[int]:
-    vectors = [n for x in (cu_seqlens_q, seq_lens) for n in (x.data_ptr(), x.stride(0))]
+def _batch(tokens: int, table: Tensor, cu_seqlens_q: Tensor | None, seq_lens: Tensor) -> list[int]:
+    starts = [0, 0] if cu_seqlens_q is None else [cu_seqlens_q.data_ptr(), cu_seqlens_q.stride(0)]
+    vectors = [*starts, seq_lens.data_ptr(), seq_lens.stride(0)]
     return [*vectors, table.data_ptr(), *table.stride(), table.size(0), tokens, table.size(1)]
 
 

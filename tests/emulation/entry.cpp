@@ -7,6 +7,7 @@
 #include "machine.h"
 #include "step1_score/score_run.h"
 #include "step2_select/sm90/bounded_select_run.h"
+#include "step3_view/decode_view_params.h"
 #include "step4_attend/attend_params.h"
 
 namespace broken {
@@ -131,6 +132,30 @@ void attend_decode(Arguments& arguments) {
   run_sparse_decode(params, context);
 }
 
+void attend_pages(Arguments& arguments) {
+  AttendParams params{};
+  fill(params, arguments);
+  const ExecContext context = context_of("paged_decode");
+  const Workspace workspace(paged_decode_workspace_bytes(params, context));
+  params.workspace = workspace.data();
+  run_paged_decode(params, context);
+}
+
+void view(Arguments& arguments) {
+  DecodeViewParams params{};
+  params.ids = arguments.ids();
+  params.batch = arguments.batch();
+  params.num_pages = arguments.number();
+  params.page_step = arguments.number();
+  params.head_step = arguments.number();
+  params.page_table = arguments.pointer<int32_t>();
+  params.table_row_stride = arguments.number();
+  params.table_entry_stride = arguments.number();
+  params.kv_lens = arguments.pointer<int32_t>();
+  params.kv_lens_stride = arguments.number();
+  run_decode_view(params, context_of("decode_view"));
+}
+
 std::string message, kernels;
 
 }  // namespace
@@ -152,6 +177,10 @@ extern "C" const char* msa_emulate(const char* name, const int64_t* values) {
       attend_prefill(arguments);
     } else if (op == "sparse_decode") {
       attend_decode(arguments);
+    } else if (op == "paged_decode") {
+      attend_pages(arguments);
+    } else if (op == "decode_view") {
+      view(arguments);
     } else if (op == "break_rule") {
       const std::string rule = arguments.pointer<char>();
       broken::break_rule(rule, arguments.pointer<int64_t>());
