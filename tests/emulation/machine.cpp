@@ -25,7 +25,7 @@ alignas(1024) thread_local uint8_t shared_memory[kSharedBytes];
 namespace {
 
 constexpr size_t kStackBytes = 256 * 1024;
-constexpr int kMostNaps = 1 << 20;
+constexpr int kMostNaps = 1 << 20, kManyNaps = 1 << 12;
 constexpr int kNap = -1;  // beside the collectives of cuda_runtime.h
 constexpr int kAnyCta = -1;
 
@@ -121,6 +121,7 @@ struct Cta {
 struct Copy {
   int cta;  // whose memory it takes as that of the lane that runs
   std::function<void()> run;
+  bool is_late;  // arrives where nothing else can run
 };
 
 // The CTAs that run in turn, and their lanes one after the other.
@@ -183,7 +184,10 @@ int find_lane(int first, int count, int begin, int end) {
 // the warp is left, of its CTA, and now and then of any.
 int choose_lane(bool leaves_warp) {
   const bool random = settings.seed != 0;
-  if (random && !copies.empty() && random_below(8) == 0) run_copy(random_below(copies.size()));
+  if (random && !copies.empty() && random_below(8) == 0) {
+    const uint32_t which = random_below(copies.size());
+    if (!copies[which].is_late) run_copy(which);
+  }
   if (!leaves_warp) {
     const int warp = current / 32 * 32;
     const int next = find_lane(warp + (current + 1) % 32, 32, warp, warp + 32);
@@ -415,7 +419,7 @@ void wait_while(const uint32_t& word, uint32_t value, const char* what) {
 
 void copy_later(std::function<void()> copy) {
   if (settings.seed == 0) return copy();
-  copies.push_back({current / grid.threads, std::move(copy)});
+  copies.push_back({current / grid.threads, std::move(copy), random_below(2) == 0});
 }
 
 void defer(Engine engine, std::function<void()> work) {
@@ -488,7 +492,10 @@ int meet_cta(bool vote) {
 void nap() {
   if (++naps > kMostNaps) fail("hangs: a warp polls what never comes");
   exchange(kNap, 0);
-  if (current % 32 == 31) run_others(true);
+  if (current % 32 != 31) return;
+  // Others wait by now, if they ever do.
+  if (naps > kManyNaps && !copies.empty()) run_copy(random_below(copies.size()));
+  run_others(true);
 }
 
 void cluster_arrive() {
@@ -516,7 +523,7 @@ void send_to_cta(int rank, uint32_t address, const void* value, uint32_t bytes,
     count_bytes(find_barrier(ctas[rank], barrier), bytes);
   };
   if (settings.seed == 0) return arrive();
-  copies.push_back({kAnyCta, std::move(arrive)});
+  copies.push_back({kAnyCta, std::move(arrive), random_below(2) == 0});
 }
 
 void barrier_init(const uint64_t* address, uint32_t arrivals) {
