@@ -17,7 +17,10 @@ SOURCES = (
     HERE / "machine.cpp",
     HERE / "entry.cpp",
     HERE / "broken_kernels.cpp",
+    CSRC / "step1_score/sm80/index_score_inst.cu",
     CSRC / "step1_score/sm90/index_score_inst.cu",
+    CSRC / "step2_select/sm80/select_blocks_inst.cu",
+    CSRC / "step2_select/sm80/topk_blocks_inst.cu",
     CSRC / "step2_select/sm90/bounded_select_inst.cu",
     CSRC / "step4_attend/sm90/prefill_inst.cu",
     CSRC / "step3_view/sm80/decode_view_inst.cu",
@@ -44,8 +47,10 @@ def build(folder: Path, csrc: Path = CSRC) -> ctypes.CDLL:
     def compile_source(source: Path) -> str:
         if source.is_relative_to(CSRC):
             source = csrc / source.relative_to(CSRC)
-        target = str(folder / f"{source.stem}.o")
-        run(*compiler, *FLAGS, *DEFINES, *includes, "-x", "c++", "-c", str(source), "-o", target)
+        target = str(folder / f"{source.parent.name}_{source.stem}.o")
+        header = ["-include", "cuda_runtime.h"] if source.suffix == ".cu" else []  # as nvcc does
+        options = [*FLAGS, *DEFINES, *includes, *header]
+        run(*compiler, *options, "-x", "c++", "-c", str(source), "-o", target)
         return target
 
     def run(*command: str) -> None:
@@ -91,7 +96,7 @@ class Emulator:
         fields = [line.split() for line in lines]
         return [Launch(name, int(threads), int(cluster)) for name, threads, cluster in fields]
 
-    def select_blocks(
+    def select_by_bounds(
         self,
         index_q,
         index_k_cache,
@@ -105,16 +110,47 @@ class Emulator:
         window_tokens=None,
     ) -> Tensor:
         """FP8 `select_blocks` by bounds, in windows of so many tokens."""
+        batch = _batch(index_q.size(0), block_table, cu_seqlens_q, seq_lens)
+        rule = [topk, init_blocks, local_blocks]
+        windows = [window_tokens or index_q.size(0), -(-block_table.size(1) // 8) * 8]
+        return self._select("select_by_bounds", index_q, index_k_cache, batch, rule, windows)
+
+    def select_blocks(
+        self,
+        index_q,
+        index_k_cache,
+        block_table,
+        cu_seqlens_q,
+        seq_lens,
+        topk=16,
+        *,
+        init_blocks=0,
+        local_blocks=1,
+    ) -> Tensor:
+        batch = _batch(index_q.size(0), block_table, cu_seqlens_q, seq_lens)
+        rule = [topk, init_blocks, local_blocks]
+        return self._select("select_blocks", index_q, index_k_cache, batch, rule, [])
+
+    def _select(
+        self, name: str, index_q, index_k_cache, batch: list[int], rule: list[int], more: list[int]
+    ) -> Tensor:
         tokens, heads = index_q.shape[:2]
+        ids = torch.full((heads, tokens, rule[0]), -77, dtype=torch.int32)
+        cache = _cache(index_k_cache.unsqueeze(1))
+        self._call(name, _rows(index_q), cache, batch, rule, _ids(ids), more)
+        return ids
+
+    def topk_blocks(
+        self, scores, visible_blocks, topk=16, *, init_blocks=0, local_blocks=1
+    ) -> Tensor:
+        heads, tokens, blocks = scores.shape
         ids = torch.full((heads, tokens, topk), -77, dtype=torch.int32)
         self._call(
-            "select_by_bounds",
-            _rows(index_q),
-            _cache(index_k_cache.unsqueeze(1)),
-            _batch(tokens, block_table, cu_seqlens_q, seq_lens),
+            "topk_blocks",
+            [scores.data_ptr(), heads, blocks, *scores.stride()],
+            [visible_blocks.data_ptr(), visible_blocks.stride(0), tokens],
             [topk, init_blocks, local_blocks],
             _ids(ids),
-            [window_tokens or tokens, -(-block_table.size(1) // 8) * 8],
         )
         return ids
 

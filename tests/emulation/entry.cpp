@@ -6,6 +6,7 @@
 
 #include "machine.h"
 #include "step1_score/score_run.h"
+#include "step2_select/select_blocks_params.h"
 #include "step2_select/sm90/bounded_select_run.h"
 #include "step3_view/decode_view_params.h"
 #include "step4_attend/attend_params.h"
@@ -59,18 +60,42 @@ class Workspace {
   std::vector<uint8_t> bytes_;
 };
 
-void select_by_bounds(Arguments& arguments) {
-  SelectBlocksParams params{};
+void fill(SelectBlocksParams& params, Arguments& arguments) {
   params.index_q = arguments.rows();
   params.index_k_cache = arguments.cache();
   params.batch = arguments.batch();
   params.rule = {arguments.number(), arguments.number(), arguments.number()};
   params.ids = arguments.ids();
+}
+
+void select_by_bounds(Arguments& arguments) {
+  SelectBlocksParams params{};
+  fill(params, arguments);
   const int64_t window_tokens = arguments.number(), row_blocks = arguments.number();
   const Workspace workspace(
       select_blocks::sm90::bounded_workspace_bytes(params, window_tokens, row_blocks));
   params.workspace = workspace.data();
   select_blocks::sm90::run_bounded(params, window_tokens, row_blocks, context_of("select_blocks"));
+}
+
+// select_blocks, whichever way the call goes.
+void select(Arguments& arguments) {
+  SelectBlocksParams params{};
+  fill(params, arguments);
+  const Workspace workspace(select_blocks_workspace_bytes(params));
+  params.workspace = workspace.data();
+  run_select_blocks(params, context_of("select_blocks"));
+}
+
+void select_from_scores(Arguments& arguments) {
+  TopkBlocksParams params{};
+  params.scores = arguments.scores();
+  params.visible_blocks = arguments.pointer<int32_t>();
+  params.visible_stride = arguments.number();
+  params.num_tokens = arguments.number();
+  params.rule = {arguments.number(), arguments.number(), arguments.number()};
+  params.ids = arguments.ids();
+  run_topk_blocks(params, context_of("topk_blocks"));
 }
 
 // Scores of the blocks before the tokens' own. `rows` of a tile: 256, or 8 to 64 by the kernel that
@@ -171,6 +196,10 @@ extern "C" const char* msa_emulate(const char* name, const int64_t* values) {
   try {
     if (op == "select_by_bounds") {
       select_by_bounds(arguments);
+    } else if (op == "select_blocks") {
+      select(arguments);
+    } else if (op == "topk_blocks") {
+      select_from_scores(arguments);
     } else if (op == "score") {
       score(arguments);
     } else if (op == "sparse_prefill") {

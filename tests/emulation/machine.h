@@ -108,6 +108,7 @@ bool barrier_test(const uint64_t* barrier, uint32_t parity);
   extern thread_local uint8_t shared_memory[] __asm__("msa_emulated_shared_memory"); \
   }
 MSA_SHARED_MEMORY(emulation)
+MSA_SHARED_MEMORY(msa::index_score::sm80)
 MSA_SHARED_MEMORY(msa::index_score::sm90)
 MSA_SHARED_MEMORY(msa::select_blocks::sm90)
 MSA_SHARED_MEMORY(msa::split_selection::sm90)

@@ -106,24 +106,24 @@ def test_orders(library, cache, way):
     case = make(way, cache)
     case = case.with_(ids=shared_selection(case, 0.7))
     first = check(library, case, way, seed=0)
-    for seed in (1, 2) if way == "tiles" else (1, 2, 3):
+    for seed in (1,) if way == "tiles" else (1, 2, 3):
         again = run(library, case, way, seed)
         assert all(same_bits(*results) for results in zip(again, first, strict=True))
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 16])
-@each_way("tiles", "narrow_tiles")
+@each_way("many_pairs", "tiles", "narrow_tiles")
 def test_groups(library, cache, way, group):
     check(library, make(way, cache, group), way, seed=group)
 
 
 @pytest.mark.parametrize(
-    "layout,poison", [("hnd", "inf"), ("nhd", "nan"), ("interleaved", "inf"), ("offset", "nan")]
+    "layout,poison", [("nhd", "nan"), ("interleaved", "inf"), ("offset", "nan")]
 )
 @each_way(*LONG)
 def test_layouts(library, cache, way, layout, poison):
     """Strides that are not a cache's own, and what lies where no token was written."""
-    case = make(way, cache, layout=layout, poison=poison, strided=layout != "hnd")
+    case = make(way, cache, layout=layout, poison=poison, strided=True)
     check(library, case, way, seed=3)
 
 

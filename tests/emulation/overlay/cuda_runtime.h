@@ -157,6 +157,10 @@ inline bool __syncthreads_or(bool vote) { return emulation::meet_cta(vote) != 0;
 inline int __syncthreads_count(bool vote) { return emulation::meet_cta(vote); }
 inline void __nanosleep(unsigned) { emulation::nap(); }
 
+inline size_t __cvta_generic_to_shared(const void* pointer) {
+  return static_cast<const uint8_t*>(pointer) - emulation::shared_memory;
+}
+
 inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 inline int __ffs(uint32_t bits) { return __builtin_ffs(static_cast<int>(bits)); }
 inline int __clz(uint32_t bits) { return bits ? __builtin_clz(bits) : 32; }
