@@ -4,6 +4,7 @@ import ctypes
 import os
 import shlex
 import subprocess
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -39,8 +40,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch
 """of csrc/common/views.h, in its order"""
 
 
-def build(folder: Path, csrc: Path = CSRC) -> ctypes.CDLL:
-    """Compiles the kernels in `csrc` for the CPU; seconds."""
+def build(
+    folder: Path, csrc: Path = CSRC, sources: Iterable[Path] = SOURCES, others: Iterable[Path] = ()
+) -> ctypes.CDLL:
+    """Compiles the kernels in `csrc` for the CPU, and adds compiled others; seconds."""
     compiler = shlex.split(os.environ.get("CXX") or "g++")
     includes = [f"-I{path}" for path in (HERE / "overlay", HERE, csrc)]
 
@@ -58,7 +61,7 @@ def build(folder: Path, csrc: Path = CSRC) -> ctypes.CDLL:
         assert result.returncode == 0, f"{shlex.join(command)}\n{result.stderr[-8000:]}"
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_source, SOURCES))
+        objects = [*pool.map(compile_source, sources), *map(str, others)]
     library = folder / "emulated_kernels.so"
     run(*compiler, "-shared", "-Wl,--no-undefined", *objects, "-o", str(library))
     return ctypes.CDLL(str(library))
