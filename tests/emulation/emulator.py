@@ -6,6 +6,7 @@ import shlex
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +17,23 @@ SOURCES = (
     HERE / "machine.cpp",
     HERE / "entry.cpp",
     HERE / "broken_kernels.cpp",
+    CSRC / "step1_score/sm80/index_score_inst.cu",
     CSRC / "step1_score/sm90/index_score_inst.cu",
+    CSRC / "step2_select/sm80/select_blocks_inst.cu",
+    CSRC / "step2_select/sm80/topk_blocks_inst.cu",
     CSRC / "step2_select/sm90/bounded_select_inst.cu",
     CSRC / "step4_attend/sm90/prefill_inst.cu",
+    CSRC / "step3_view/sm80/decode_view_inst.cu",
+    CSRC / "step4_attend/sm80/decode_inst.cu",
+    CSRC / "step4_attend/sm90/decode_cluster_inst.cu",
+    CSRC / "step4_attend/sm90/decode_pair_inst.cu",
+    CSRC / "step4_attend/sm90/decode_tile_inst.cu",
+    CSRC / "configs/built_configs.cpp",
+    CSRC / "host/tensor_info.cpp",
 )
 # Kernels see one memory as bytes and as numbers; the shared memory has no constructor to look for.
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-w", "-fno-strict-aliasing", "-fno-extern-tls-init"]
+DEFINES = ["-DMSA_BACKEND_CUDA"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.int64)
 """of csrc/common/views.h, in its order"""
 
@@ -34,8 +46,10 @@ def build(folder: Path, csrc: Path = CSRC) -> ctypes.CDLL:
     def compile_source(source: Path) -> str:
         if source.is_relative_to(CSRC):
             source = csrc / source.relative_to(CSRC)
-        target = str(folder / f"{source.stem}.o")
-        run(*compiler, *FLAGS, *includes, "-x", "c++", "-c", str(source), "-o", target)
+        target = str(folder / f"{source.parent.name}_{source.stem}.o")
+        header = ["-include", "cuda_runtime.h"] if source.suffix == ".cu" else []  # as nvcc does
+        options = [*FLAGS, *DEFINES, *includes, *header]
+        run(*compiler, *options, "-x", "c++", "-c", str(source), "-o", target)
         return target
 
     def run(*command: str) -> None:
@@ -49,12 +63,21 @@ def build(folder: Path, csrc: Path = CSRC) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
+class Launch(NamedTuple):
+    kernel: str
+    threads: int
+    """of a CTA"""
+    cluster: int
+    """CTAs; 0: no clusters"""
+
+
 class Emulator:
     """Calls of the library, each on so many SMs, in the order of a seed (0: in order)."""
 
     def __init__(self, library: ctypes.CDLL, seed: int = 0, sms: int = 3, ctas_at_once: int = 1):
         self.library = library
         self.library.msa_emulate.restype = ctypes.c_char_p
+        self.library.msa_emulated_kernels.restype = ctypes.c_char_p
         self.settings = [seed, sms, ctas_at_once]
 
     def _call(self, name: str, *arguments: list[int] | int) -> None:
@@ -65,7 +88,14 @@ class Emulator:
         if error is not None:
             raise RuntimeError(error.decode())
 
-    def select_blocks(
+    @property
+    def launched(self) -> list[Launch]:
+        """The kernels of the last call."""
+        lines = self.library.msa_emulated_kernels().decode().splitlines()
+        fields = [line.split() for line in lines]
+        return [Launch(name, int(threads), int(cluster)) for name, threads, cluster in fields]
+
+    def select_by_bounds(
         self,
         index_q,
         index_k_cache,
@@ -79,16 +109,47 @@ class Emulator:
         window_tokens=None,
     ) -> Tensor:
         """FP8 `select_blocks` by bounds, in windows of so many tokens."""
+        batch = _batch(index_q.size(0), block_table, cu_seqlens_q, seq_lens)
+        rule = [topk, init_blocks, local_blocks]
+        windows = [window_tokens or index_q.size(0), block_table.size(1)]
+        return self._select("select_by_bounds", index_q, index_k_cache, batch, rule, windows)
+
+    def select_blocks(
+        self,
+        index_q,
+        index_k_cache,
+        block_table,
+        cu_seqlens_q,
+        seq_lens,
+        topk=16,
+        *,
+        init_blocks=0,
+        local_blocks=1,
+    ) -> Tensor:
+        batch = _batch(index_q.size(0), block_table, cu_seqlens_q, seq_lens)
+        rule = [topk, init_blocks, local_blocks]
+        return self._select("select_blocks", index_q, index_k_cache, batch, rule, [])
+
+    def _select(
+        self, name: str, index_q, index_k_cache, batch: list[int], rule: list[int], more: list[int]
+    ) -> Tensor:
         tokens, heads = index_q.shape[:2]
+        ids = torch.full((heads, tokens, rule[0]), -77, dtype=torch.int32)
+        cache = _cache(index_k_cache.unsqueeze(1))
+        self._call(name, _rows(index_q), cache, batch, rule, _ids(ids), more)
+        return ids
+
+    def topk_blocks(
+        self, scores, visible_blocks, topk=16, *, init_blocks=0, local_blocks=1
+    ) -> Tensor:
+        heads, tokens, blocks = scores.shape
         ids = torch.full((heads, tokens, topk), -77, dtype=torch.int32)
         self._call(
-            "select_by_bounds",
-            _rows(index_q),
-            _cache(index_k_cache.unsqueeze(1)),
-            _batch(tokens, block_table, cu_seqlens_q, seq_lens),
+            "topk_blocks",
+            [scores.data_ptr(), heads, blocks, *scores.stride()],
+            [visible_blocks.data_ptr(), visible_blocks.stride(0), tokens],
             [topk, init_blocks, local_blocks],
             _ids(ids),
-            [window_tokens or tokens, block_table.size(1)],
         )
         return ids
 
@@ -123,21 +184,87 @@ class Emulator:
         batch_invariant=False,
     ) -> tuple[Tensor, Tensor]:
         """out and LSE."""
+        batch = _batch(q.size(0), block_table, cu_seqlens_q, seq_lens)
+        more = [*_ids(ids), int(batch_invariant)]
+        return self._attend("sparse_prefill", q, k_cache, v_cache, batch, k_scale, v_scale, more)
+
+    def sparse_decode(
+        self,
+        q,
+        k_cache,
+        v_cache,
+        ids,
+        block_table,
+        cu_seqlens_q,
+        seq_lens,
+        *,
+        k_scale=None,
+        v_scale=None,
+    ) -> tuple[Tensor, Tensor]:
+        """out and LSE."""
+        batch = _batch(q.size(0), block_table, cu_seqlens_q, seq_lens)
+        return self._attend(
+            "sparse_decode", q, k_cache, v_cache, batch, k_scale, v_scale, _ids(ids)
+        )
+
+    def paged_decode(
+        self,
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        kv_lens,
+        *,
+        cu_seqlens_q=None,
+        k_scale=None,
+        v_scale=None,
+    ) -> tuple[Tensor, Tensor]:
+        """out and LSE."""
+        batch = _batch(q.size(0), page_table, cu_seqlens_q, kv_lens)
+        return self._attend("paged_decode", q, k_cache, v_cache, batch, k_scale, v_scale, [])
+
+    def decode_view(
+        self,
+        ids,
+        block_table,
+        cu_seqlens_q,
+        seq_lens,
+        num_pages: int,
+        page_step: int,
+        head_step: int,
+    ) -> tuple[Tensor, Tensor]:
+        """The page table and lengths of its rows."""
+        heads, tokens, topk = ids.shape
+        # Columns first, as strides may be.
+        page_table = torch.full((topk, tokens * heads), -77, dtype=torch.int32).T
+        kv_lens = torch.full((tokens * heads,), -77, dtype=torch.int32)
+        self._call(
+            "decode_view",
+            _ids(ids),
+            _batch(tokens, block_table, cu_seqlens_q, seq_lens),
+            [num_pages, page_step, head_step],
+            [page_table.data_ptr(), *page_table.stride()],
+            [kv_lens.data_ptr(), *kv_lens.stride()],
+        )
+        return page_table, kv_lens
+
+    def _attend(
+        self, name: str, q, k_cache, v_cache, batch: list[int], k_scale, v_scale, more: list[int]
+    ) -> tuple[Tensor, Tensor]:
         (tokens, heads, _), kv_heads = q.shape, k_cache.size(1)
         out = torch.full_like(q, -77, memory_format=torch.contiguous_format)
         lse = torch.full((tokens, heads), -77.0)
         self._call(
-            "sparse_prefill",
+            name,
             _rows(q),
             _cache(k_cache),
             _cache(v_cache),
-            _batch(tokens, block_table, cu_seqlens_q, seq_lens),
+            batch,
             _rows(out),
             [lse.data_ptr(), *lse.stride()],
             [0 if scale is None else scale.data_ptr() for scale in (k_scale, v_scale)],
             [kv_heads, heads // kv_heads],
-            _ids(ids),
-            int(batch_invariant),
+            more,
         )
         return out, lse
 
@@ -156,8 +283,9 @@ def _cache(cache: Tensor) -> list[int]:
     return [cache.data_ptr(), DTYPES.index(cache.dtype), cache.size(0), *cache.stride()[:3]]
 
 
-def _batch(tokens: int, table: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor) -> list[int]:
-    vectors = [n for x in (cu_seqlens_q, seq_lens) for n in (x.data_ptr(), x.stride(0))]
+def _batch(tokens: int, table: Tensor, cu_seqlens_q: Tensor | None, seq_lens: Tensor) -> list[int]:
+    starts = [0, 0] if cu_seqlens_q is None else [cu_seqlens_q.data_ptr(), cu_seqlens_q.stride(0)]
+    vectors = [*starts, seq_lens.data_ptr(), seq_lens.stride(0)]
     return [*vectors, table.data_ptr(), *table.stride(), table.size(0), tokens, table.size(1)]
 
 

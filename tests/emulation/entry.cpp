@@ -6,7 +6,9 @@
 
 #include "machine.h"
 #include "step1_score/score_run.h"
+#include "step2_select/select_blocks_params.h"
 #include "step2_select/sm90/bounded_select_run.h"
+#include "step3_view/decode_view_params.h"
 #include "step4_attend/attend_params.h"
 
 namespace broken {
@@ -18,7 +20,7 @@ namespace {
 using namespace msa;
 
 // Past the devices whose number of SMs the host code keeps: settings change between calls.
-const ExecContext kContext{"emulation", 1000, nullptr};
+ExecContext context_of(const char* op) { return {op, 1000, nullptr}; }
 
 // The arguments of a call, one after the other, as emulator.py lists them.
 struct Arguments {
@@ -58,18 +60,42 @@ class Workspace {
   std::vector<uint8_t> bytes_;
 };
 
-void select_by_bounds(Arguments& arguments) {
-  SelectBlocksParams params{};
+void fill(SelectBlocksParams& params, Arguments& arguments) {
   params.index_q = arguments.rows();
   params.index_k_cache = arguments.cache();
   params.batch = arguments.batch();
   params.rule = {arguments.number(), arguments.number(), arguments.number()};
   params.ids = arguments.ids();
+}
+
+void select_by_bounds(Arguments& arguments) {
+  SelectBlocksParams params{};
+  fill(params, arguments);
   const int64_t window_tokens = arguments.number(), row_blocks = arguments.number();
   const Workspace workspace(
       select_blocks::sm90::bounded_workspace_bytes(params, window_tokens, row_blocks));
   params.workspace = workspace.data();
-  select_blocks::sm90::run_bounded(params, window_tokens, row_blocks, kContext);
+  select_blocks::sm90::run_bounded(params, window_tokens, row_blocks, context_of("select_blocks"));
+}
+
+// select_blocks, whichever way the call goes.
+void select(Arguments& arguments) {
+  SelectBlocksParams params{};
+  fill(params, arguments);
+  const Workspace workspace(select_blocks_workspace_bytes(params));
+  params.workspace = workspace.data();
+  run_select_blocks(params, context_of("select_blocks"));
+}
+
+void select_from_scores(Arguments& arguments) {
+  TopkBlocksParams params{};
+  params.scores = arguments.scores();
+  params.visible_blocks = arguments.pointer<int32_t>();
+  params.visible_stride = arguments.number();
+  params.num_tokens = arguments.number();
+  params.rule = {arguments.number(), arguments.number(), arguments.number()};
+  params.ids = arguments.ids();
+  run_topk_blocks(params, context_of("topk_blocks"));
 }
 
 // Scores of the blocks before the tokens' own. `rows` of a tile: 256, or 8 to 64 by the kernel that
@@ -81,22 +107,21 @@ void score(Arguments& arguments) {
   work.batch = arguments.batch();
   work.scores = arguments.scores();
   const int64_t rows = arguments.number(), heads = work.scores.num_heads;
+  const ExecContext context = context_of("index_score");
   work.set_heads(static_cast<int32_t>(heads));
   work.cut.token_end = work.batch.num_tokens;
   work.cut.max_blocks = index_score::capped_blocks(work.batch);
   work.cut.log_tile = index_score::log_tile_tokens(rows, heads);
   if (rows == 256) {
     work.cut.tile_cost = kMaxTileCost;
-    index_score::sm90::run_tiles(work, kContext);
+    index_score::sm90::run_tiles(work, context);
   } else {
     work.cut.tile_cost = 1;
-    index_score::sm90::run_stream(work, rows, kContext);
+    index_score::sm90::run_stream(work, rows, context);
   }
 }
 
-// sparse_prefill, whichever way the call goes.
-void attend_prefill(Arguments& arguments) {
-  SparseAttendParams params{};
+void fill(AttendParams& params, Arguments& arguments) {
   params.q = arguments.rows();
   params.k_cache = arguments.cache();
   params.v_cache = arguments.cache();
@@ -108,14 +133,55 @@ void attend_prefill(Arguments& arguments) {
   params.num_kv_heads = arguments.number();
   params.group_size = arguments.number();
   params.scale = 1.0f / std::sqrt(static_cast<float>(kHeadDim));
+}
+
+// sparse_prefill, whichever way the call goes.
+void attend_prefill(Arguments& arguments) {
+  SparseAttendParams params{};
+  fill(params, arguments);
   params.ids = arguments.ids();
   params.batch_invariant = arguments.number() != 0;
   const Workspace workspace(sparse_prefill_sm90_workspace_bytes(params));
   params.workspace = workspace.data();
-  run_sparse_prefill_sm90(params, kContext);
+  run_sparse_prefill_sm90(params, context_of("sparse_prefill"));
 }
 
-std::string message;
+// sparse_decode, whichever way the call goes.
+void attend_decode(Arguments& arguments) {
+  SparseAttendParams params{};
+  fill(params, arguments);
+  params.ids = arguments.ids();
+  const ExecContext context = context_of("sparse_decode");
+  const Workspace workspace(sparse_decode_workspace_bytes(params, context));
+  params.workspace = workspace.data();
+  run_sparse_decode(params, context);
+}
+
+void attend_pages(Arguments& arguments) {
+  AttendParams params{};
+  fill(params, arguments);
+  const ExecContext context = context_of("paged_decode");
+  const Workspace workspace(paged_decode_workspace_bytes(params, context));
+  params.workspace = workspace.data();
+  run_paged_decode(params, context);
+}
+
+void view(Arguments& arguments) {
+  DecodeViewParams params{};
+  params.ids = arguments.ids();
+  params.batch = arguments.batch();
+  params.num_pages = arguments.number();
+  params.page_step = arguments.number();
+  params.head_step = arguments.number();
+  params.page_table = arguments.pointer<int32_t>();
+  params.table_row_stride = arguments.number();
+  params.table_entry_stride = arguments.number();
+  params.kv_lens = arguments.pointer<int32_t>();
+  params.kv_lens_stride = arguments.number();
+  run_decode_view(params, context_of("decode_view"));
+}
+
+std::string message, kernels;
 
 }  // namespace
 
@@ -125,14 +191,25 @@ extern "C" const char* msa_emulate(const char* name, const int64_t* values) {
   emulation::settings.seed = static_cast<uint32_t>(arguments.number());
   emulation::settings.sms = static_cast<int>(arguments.number());
   emulation::settings.ctas_at_once = static_cast<int>(arguments.number());
+  emulation::launched.clear();
   const std::string op = name;
   try {
     if (op == "select_by_bounds") {
       select_by_bounds(arguments);
+    } else if (op == "select_blocks") {
+      select(arguments);
+    } else if (op == "topk_blocks") {
+      select_from_scores(arguments);
     } else if (op == "score") {
       score(arguments);
     } else if (op == "sparse_prefill") {
       attend_prefill(arguments);
+    } else if (op == "sparse_decode") {
+      attend_decode(arguments);
+    } else if (op == "paged_decode") {
+      attend_pages(arguments);
+    } else if (op == "decode_view") {
+      view(arguments);
     } else if (op == "break_rule") {
       const std::string rule = arguments.pointer<char>();
       broken::break_rule(rule, arguments.pointer<int64_t>());
@@ -144,4 +221,11 @@ extern "C" const char* msa_emulate(const char* name, const int64_t* values) {
     return message.c_str();
   }
   return nullptr;
+}
+
+// Those that the last call launched: a line each, the name, threads of a CTA, CTAs of a cluster.
+extern "C" const char* msa_emulated_kernels() {
+  kernels.clear();
+  for (const std::string& kernel : emulation::launched) kernels += kernel + "\n";
+  return kernels.c_str();
 }

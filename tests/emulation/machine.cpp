@@ -2,10 +2,14 @@
 
 #include <cxxabi.h>
 #include <dlfcn.h>
+#include <elf.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <iterator>
 #include <stdexcept>
 #include <utility>
 
@@ -23,6 +27,7 @@ namespace {
 constexpr size_t kStackBytes = 256 * 1024;
 constexpr int kMostNaps = 1 << 20;
 constexpr int kNap = -1;  // beside the collectives of cuda_runtime.h
+constexpr int kAnyCta = -1;
 
 // A stack, and where its code goes on.
 #ifdef __x86_64__
@@ -108,13 +113,13 @@ struct Cta {
   Index index;
   int live = 0;  // lanes
   NamedBarrier named[kNamedBarriers];
-  bool votes[2] = {false, false};  // of __syncthreads_or(), by generation
+  int votes[2] = {0, 0};  // of __syncthreads_or() and _count(), by generation
   std::map<const uint64_t*, TransactionBarrier> barriers;
   std::vector<uint8_t> shared;  // while another CTA has the memory
 };
 
 struct Copy {
-  int cta;
+  int cta;  // whose memory it takes as that of the lane that runs
   std::function<void()> run;
 };
 
@@ -155,7 +160,7 @@ void run_copy(size_t which) {
   const Copy copy = std::move(copies[which]);
   copies[which] = std::move(copies.back());
   copies.pop_back();
-  give_memory_to(copy.cta);
+  if (copy.cta != kAnyCta) give_memory_to(copy.cta);
   copy.run();
 }
 
@@ -246,7 +251,7 @@ void release_if_full(NamedBarrier& barrier, int threads) {
 void release_cta(Cta& cta) {
   const uint32_t generation = cta.named[0].generation;
   if (cta.live > 0) release_if_full(cta.named[0], cta.live);
-  if (cta.named[0].generation != generation) cta.votes[cta.named[0].generation % 2] = false;
+  if (cta.named[0].generation != generation) cta.votes[cta.named[0].generation % 2] = 0;
 }
 
 void lane_main() {
@@ -261,9 +266,9 @@ void lane_main() {
   std::abort();  // nobody comes back
 }
 
-TransactionBarrier& find_barrier(const uint64_t* address) {
-  const auto found = cta().barriers.find(address);
-  if (found == cta().barriers.end()) fail("a transaction barrier was not initialised");
+TransactionBarrier& find_barrier(Cta& owner, const uint64_t* address) {
+  const auto found = owner.barriers.find(address);
+  if (found == owner.barriers.end()) fail("a transaction barrier was not initialised");
   return found->second;
 }
 
@@ -274,15 +279,55 @@ void complete_if_due(TransactionBarrier& barrier) {
   barrier.pending = barrier.arrivals;
 }
 
-std::string name_of(const void* kernel) {
+void count_bytes(TransactionBarrier& barrier, uint32_t arrived) {
+  barrier.bytes -= arrived;
+  complete_if_due(barrier);
+}
+
+uint8_t* memory_of(int rank) {
+  if (rank >= static_cast<int>(ctas.size())) fail("a store to a CTA that is not in the cluster");
+  if (ctas[rank].live == 0) fail("a store to a CTA that has ended");
+  return rank == resident ? shared_memory : ctas[rank].shared.data();
+}
+
+// The symbol at an address of this library. Its file has the local ones too.
+std::string symbol_at(const void* address) {
   Dl_info info{};
-  if (dladdr(kernel, &info) == 0 || info.dli_sname == nullptr) return "a kernel";
+  dladdr(address, &info);
+  std::ifstream stream(info.dli_fname, std::ios::binary);
+  const std::vector<char> file{std::istreambuf_iterator<char>(stream), {}};
+  const auto* const header = reinterpret_cast<const Elf64_Ehdr*>(file.data());
+  const auto* const sections = reinterpret_cast<const Elf64_Shdr*>(file.data() + header->e_shoff);
+  const uint64_t place =
+      static_cast<const char*>(address) - static_cast<const char*>(info.dli_fbase);
+  for (int i = 0; i < header->e_shnum; ++i) {
+    if (sections[i].sh_type != SHT_SYMTAB) continue;
+    const auto* symbol = reinterpret_cast<const Elf64_Sym*>(file.data() + sections[i].sh_offset);
+    const char* const names = file.data() + sections[sections[i].sh_link].sh_offset;
+    for (uint64_t left = sections[i].sh_size / sizeof *symbol; left > 0; --left, ++symbol) {
+      if (symbol->st_value == place && ELF64_ST_TYPE(symbol->st_info) == STT_FUNC) {
+        return names + symbol->st_name;
+      }
+    }
+  }
+  return "a kernel";
+}
+
+std::string find_name(const void* kernel) {
+  const std::string symbol = symbol_at(kernel);
   int status = 0;
   const std::unique_ptr<char, decltype(&std::free)> name(
-      abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &status), &std::free);
-  std::string whole = status == 0 ? name.get() : info.dli_sname;
+      abi::__cxa_demangle(symbol.c_str(), nullptr, nullptr, &status), &std::free);
+  std::string whole = status == 0 ? name.get() : symbol;
   whole.resize(std::min(whole.size(), whole.find_first_of("<(")));
   return whole.substr(whole.rfind(':') + 1);
+}
+
+const std::string& name_of(const void* kernel) {
+  static std::map<const void*, std::string> names;
+  std::string& name = names[kernel];
+  if (name.empty()) name = find_name(kernel);
+  return name;
 }
 
 // The CTAs from `first` on, `count` of them.
@@ -294,14 +339,15 @@ void run_ctas(int first, int count) {
   copies.clear();
   resident = cluster_arrived = 0;
   cluster_phase = 0;
+  const int garbage = settings.seed % 2 == 0 ? 0xab : 0xff;  // small numbers, or NaN of every type
   for (int i = 0; i < count; ++i) {
     const unsigned index = first + i;
     ctas[i].index = {index % grid.size.x, index / grid.size.x % grid.size.y,
                      index / grid.size.x / grid.size.y};
     ctas[i].live = grid.threads;
-    ctas[i].shared.assign(grid.shared_bytes, 0xab);
+    ctas[i].shared.assign(grid.shared_bytes, garbage);
   }
-  std::memset(shared_memory, 0xab, kSharedBytes);
+  std::memset(shared_memory, garbage, kSharedBytes);
   for (int i = 0; i < num_lanes; ++i) {
     Lane& lane = lanes[i];
     if (!lane.stack) {
@@ -332,18 +378,20 @@ void fail(const std::string& what) {
   std::abort();
 }
 
-void launch(const void* kernel, const Grid& launched, const std::function<void()>& run) {
-  grid = launched;
+void launch(const void* kernel, const Grid& asked, const std::function<void()>& run) {
+  grid = asked;
   body = &run;
   grid_size = grid.size;
   block_size = {static_cast<unsigned>(grid.threads), 1, 1};
-  const std::string name = name_of(kernel);
+  const std::string& name = name_of(kernel);
+  launched.push_back(name + " " + std::to_string(grid.threads) + " " +
+                     std::to_string(grid.cluster));
   if (grid.threads % 32 != 0 || grid.threads > 1024) throw std::runtime_error(name + ": threads");
   if (grid.shared_bytes > kSharedBytes) throw std::runtime_error(name + ": shared memory");
   random_state = 88172645463325252u + settings.seed * 0x9e3779b97f4a7c15u;
   const int total = static_cast<int>(grid.size.x * grid.size.y * grid.size.z);
   const int at_once = grid.shared_bytes > 0 ? settings.ctas_at_once : 1;
-  const int together = grid.cluster > 1 ? grid.cluster : at_once;
+  const int together = grid.cluster > 0 ? grid.cluster : at_once;
   for (int first = 0; first < total; first += together) {
     run_ctas(first, std::min(together, total - first));
     if (!error.empty()) throw std::runtime_error(name + " " + error);
@@ -382,7 +430,9 @@ void finish(Engine engine, int groups_left) {
   deferred.pending.erase(deferred.pending.begin(), deferred.pending.begin() + done);
 }
 
-const uint64_t* exchange(int op, uint64_t value) {
+namespace {
+
+const uint64_t* exchange(int op, uint64_t value, void (*work)(const uint64_t*)) {
   Warp& warp = warps[current / 32];
   const uint32_t generation = warp.generation;
   uint64_t* const values = warp.values[generation % 2];
@@ -390,6 +440,7 @@ const uint64_t* exchange(int op, uint64_t value) {
   if (warp.arrived == 0) warp.op = op;
   if (warp.op != op) fail("lanes of a warp are in different collectives");
   if (++warp.arrived == 32) {
+    if (work != nullptr) work(values);
     warp.arrived = 0;
     ++warp.generation;
     maybe_stay_behind();
@@ -397,6 +448,14 @@ const uint64_t* exchange(int op, uint64_t value) {
     wait_while(warp.generation, generation, "the other lanes of their warp");
   }
   return values;
+}
+
+}  // namespace
+
+const uint64_t* exchange(int op, uint64_t value) { return exchange(op, value, nullptr); }
+
+void work_together(int op, uint64_t value, void (*work)(const uint64_t*)) {
+  exchange(op, value, work);
 }
 
 void meet(int id, int threads) {
@@ -409,11 +468,11 @@ void meet(int id, int threads) {
   wait_while(barrier.generation, generation, id == 0 ? "__syncthreads" : "a named barrier");
 }
 
-bool meet_cta(bool vote) {
+int meet_cta(bool vote) {
   Cta& mine = cta();
   NamedBarrier& barrier = mine.named[0];
   const uint32_t generation = barrier.generation;
-  mine.votes[generation % 2] |= vote;
+  mine.votes[generation % 2] += vote;
   ++barrier.arrived;
   release_cta(mine);
   wait_while(barrier.generation, generation, "__syncthreads");
@@ -439,9 +498,19 @@ void cluster_wait() {
 }
 
 void store_to_cta(int rank, uint32_t address, uint32_t value) {
-  if (rank >= static_cast<int>(ctas.size())) fail("a store to a CTA that is not in the cluster");
-  uint8_t* const memory = rank == resident ? shared_memory : ctas[rank].shared.data();
-  std::memcpy(memory + address, &value, sizeof value);
+  std::memcpy(memory_of(rank) + address, &value, sizeof value);
+}
+
+void send_to_cta(int rank, uint32_t address, const void* value, uint32_t bytes,
+                 const uint64_t* barrier) {
+  std::array<uint8_t, 16> sent{};
+  std::memcpy(sent.data(), value, bytes);
+  std::function<void()> arrive = [=] {
+    std::memcpy(memory_of(rank) + address, sent.data(), bytes);
+    count_bytes(find_barrier(ctas[rank], barrier), bytes);
+  };
+  if (settings.seed == 0) return arrive();
+  copies.push_back({kAnyCta, std::move(arrive)});
 }
 
 void barrier_init(const uint64_t* address, uint32_t arrivals) {
@@ -452,7 +521,7 @@ void barrier_init(const uint64_t* address, uint32_t arrivals) {
 }
 
 void barrier_arrive(const uint64_t* address, uint32_t announced_bytes) {
-  TransactionBarrier& barrier = find_barrier(address);
+  TransactionBarrier& barrier = find_barrier(cta(), address);
   if (barrier.pending == 0) fail("arrives at a transaction barrier too often");
   barrier.bytes += announced_bytes;
   --barrier.pending;
@@ -460,20 +529,18 @@ void barrier_arrive(const uint64_t* address, uint32_t announced_bytes) {
 }
 
 void barrier_bytes(const uint64_t* address, uint32_t arrived_bytes) {
-  TransactionBarrier& barrier = ctas[resident].barriers.at(address);
-  barrier.bytes -= arrived_bytes;
-  complete_if_due(barrier);
+  count_bytes(find_barrier(ctas[resident], address), arrived_bytes);
 }
 
 void barrier_wait(const uint64_t* address, uint32_t parity) {
-  const TransactionBarrier& barrier = find_barrier(address);
+  const TransactionBarrier& barrier = find_barrier(cta(), address);
   // A phase that is complete stays so for this wait, as the warp's other lanes pass it too.
   const uint32_t phase = barrier.phase;
   wait_while(barrier.phase, phase % 2 == parity ? phase : phase - 1, "a transaction barrier");
 }
 
 bool barrier_test(const uint64_t* address, uint32_t parity) {
-  return find_barrier(address).phase % 2 != parity;
+  return find_barrier(cta(), address).phase % 2 != parity;
 }
 
 }  // namespace emulation

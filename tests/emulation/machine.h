@@ -26,6 +26,10 @@ struct Settings {
 };
 inline Settings settings;
 
+// Kernels that ran since the list was last cleared: name, threads of a CTA, CTAs of a cluster,
+// which is 0 where there are none.
+inline std::vector<std::string> launched;
+
 // Of the grid that runs.
 struct Index {
   unsigned x = 0, y = 0, z = 0;
@@ -38,7 +42,8 @@ inline ThreadIndex thread_index;
 
 struct Grid {
   Index size;
-  int threads, shared_bytes, cluster;
+  int threads, shared_bytes;
+  int cluster;  // 0: not launched in clusters
 };
 
 // Runs `body`, a call of `kernel`, in every lane of a grid. Throws std::runtime_error where lanes
@@ -65,11 +70,14 @@ void finish(Engine engine, int groups_left);
 // All lanes of the warp give a value each and get all of them. `op` tells collectives apart.
 const uint64_t* exchange(int op, uint64_t value);
 
+// The same, and the last lane to come does `work` with the values, for all.
+void work_together(int op, uint64_t value, void (*work)(const uint64_t* values));
+
 // Arrives at a named barrier of `threads` threads and waits for the others.
 void meet(int barrier, int threads);
 
-// The same of all lanes of the CTA. Did any of them vote?
-bool meet_cta(bool vote = false);
+// The same of all lanes of the CTA. How many of them voted?
+int meet_cta(bool vote = false);
 
 // By whole warps that poll: lets other warps run.
 void nap();
@@ -78,8 +86,12 @@ void nap();
 void cluster_arrive();
 void cluster_wait();
 
-// Shared memory of a CTA of the cluster, for accesses from another.
+// Shared memory of a CTA of the cluster that has not ended, for accesses from another.
 void store_to_cta(int rank, uint32_t address, uint32_t value);
+
+// Arrives there now or later, as copies do; its bytes, 16 at most, count on a barrier of that CTA.
+void send_to_cta(int rank, uint32_t address, const void* value, uint32_t bytes,
+                 const uint64_t* barrier);
 
 // Transaction barriers of the CTA, by the address of the word that stands for them.
 void barrier_init(const uint64_t* barrier, uint32_t arrivals);
@@ -96,8 +108,11 @@ bool barrier_test(const uint64_t* barrier, uint32_t parity);
   extern thread_local uint8_t shared_memory[] __asm__("msa_emulated_shared_memory"); \
   }
 MSA_SHARED_MEMORY(emulation)
+MSA_SHARED_MEMORY(msa::index_score::sm80)
 MSA_SHARED_MEMORY(msa::index_score::sm90)
 MSA_SHARED_MEMORY(msa::select_blocks::sm90)
 MSA_SHARED_MEMORY(msa::split_selection::sm90)
 MSA_SHARED_MEMORY(msa::sparse_prefill::sm90)
+MSA_SHARED_MEMORY(msa::decode::sm80)
+MSA_SHARED_MEMORY(msa::decode::sm90)
 #undef MSA_SHARED_MEMORY

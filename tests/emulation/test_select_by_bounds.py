@@ -21,13 +21,13 @@ def make(lengths=RAGGED, heads=2, **options):
 @pytest.mark.parametrize("values", ["normal", "integer"])
 def test_orders(emulator, values):
     case = make(values=values, heads=3)
-    assert_selection(emulator.select_blocks(*case.index_args), case)
+    assert_selection(emulator.select_by_bounds(*case.index_args), case)
 
 
 @pytest.mark.parametrize("heads", [1, 4, 8])
 def test_heads(library, heads):
     case = make([(40, 24 * BLOCK + 50), (3, 300)], heads, strided=heads == 4)
-    ids = Emulator(library).select_blocks(*case.index_args)
+    ids = Emulator(library).select_by_bounds(*case.index_args)
     assert_selection(ids, case)
 
 
@@ -35,7 +35,7 @@ def test_heads(library, heads):
 def test_widths(library, width):
     """Each its own kernel of candidates."""
     case = make(max_pages=width, values="integer")
-    ids = Emulator(library).select_blocks(*case.index_args)
+    ids = Emulator(library).select_by_bounds(*case.index_args)
     assert_ids(ids, reference.select_blocks(*case.index_args))
 
 
@@ -47,13 +47,13 @@ def test_widths(library, width):
 def test_rules(library, topk, init, local, values):
     case = make([(70, 40 * BLOCK), (5, 300)], values=values, topk=topk)
     rule = dict(init_blocks=init, local_blocks=local)
-    ids = Emulator(library, seed=topk).select_blocks(*case.index_args, topk, **rule)
+    ids = Emulator(library, seed=topk).select_by_bounds(*case.index_args, topk, **rule)
     assert_selection(ids, case, **rule)
 
 
 def test_windows(emulator):
     case = make([(70, 30 * BLOCK + 70), (0, 500), (30, 3900), (20, 10)], values="integer")
-    ids = emulator.select_blocks(*case.index_args, window_tokens=32)
+    ids = emulator.select_by_bounds(*case.index_args, window_tokens=32)
     assert_ids(ids, reference.select_blocks(*case.index_args))
 
 
@@ -63,7 +63,7 @@ def test_equal_keys(library, scale):
     case.index_k_cache.view(torch.uint8)[:] = case.index_k_cache.view(torch.uint8)[1, 0]
     case.index_k_cache[:, :, 40:] = 0
     case.index_q.copy_((case.index_q.float() * scale).to(FP8))
-    ids = Emulator(library).select_blocks(*case.index_args)
+    ids = Emulator(library).select_by_bounds(*case.index_args)
     assert_ids(ids, reference.select_blocks(*case.index_args))
 
 
@@ -73,7 +73,7 @@ def test_scores_that_few_bits_cannot_tell_apart(library, width):
     case = make([(20, 120 * BLOCK + 70)], max_pages=width, values="integer")
     case.index_q[..., 3] = 256
     case.index_k_cache[..., 3] = 256
-    ids = Emulator(library, seed=1).select_blocks(*case.index_args)
+    ids = Emulator(library, seed=1).select_by_bounds(*case.index_args)
     assert_ids(ids, reference.select_blocks(*case.index_args))
 
 
@@ -90,7 +90,7 @@ def test_small_terms_after_large_sums(library):
     case.index_k_cache[..., 32:] = (ones * 0.9375).to(FP8)
     case.index_k_cache[::2, :, 32:] = 0
     case.index_k_cache[::2, :, 0] = 18
-    ids = Emulator(library).select_blocks(*case.index_args)
+    ids = Emulator(library).select_by_bounds(*case.index_args)
     assert_ids(ids, reference.select_blocks(*case.index_args))
 
 
@@ -101,7 +101,7 @@ def test_negative_scores(library):
     case.index_q.view(torch.uint8).bitwise_and_(0x7F)
     bits[::3].bitwise_or_(0x80)
     bits[1::3] = 0
-    ids = Emulator(library).select_blocks(*case.index_args)
+    ids = Emulator(library).select_by_bounds(*case.index_args)
     assert_selection(ids, case)
 
 
@@ -113,7 +113,7 @@ def test_nan_and_absent_pages(emulator, share):
         tensor.view(torch.uint8)[torch.rand(tensor.shape, generator=generator) < share] = 0x7F
     case.block_table[0, 3:30:9] = -1
     case.block_table[4, 2:30:7] = case.index_k_cache.size(0)
-    ids = emulator.select_blocks(*case.index_args)
+    ids = emulator.select_by_bounds(*case.index_args)
     assert_ids(ids, reference.select_blocks(*case.index_args))
 
 
@@ -126,7 +126,7 @@ def test_outliers(library, seed):
         size = torch.randn(tensor.shape, generator=generator) * spread
         values = torch.randn(tensor.shape, generator=generator) * torch.exp2(size)
         tensor.copy_(values.clamp(-448, 448).to(FP8))
-    ids = Emulator(library, seed).select_blocks(*case.index_args)
+    ids = Emulator(library, seed).select_by_bounds(*case.index_args)
     assert_selection(ids, case)
 
 
@@ -134,5 +134,5 @@ def test_outliers(library, seed):
 def test_pieces(library, sms):
     """However the line of work is cut."""
     case = make(values="integer", shared_prefix=20)
-    ids = Emulator(library, sms=sms).select_blocks(*case.index_args)
+    ids = Emulator(library, sms=sms).select_by_bounds(*case.index_args)
     assert_ids(ids, reference.select_blocks(*case.index_args))

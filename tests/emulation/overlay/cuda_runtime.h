@@ -28,10 +28,10 @@ using std::isfinite;
 using std::max;
 using std::min;
 
-struct int2 {
+struct alignas(8) int2 {
   int32_t x, y;
 };
-struct uint2 {
+struct alignas(8) uint2 {
   uint32_t x, y;
 };
 struct alignas(8) float2 {
@@ -48,6 +48,8 @@ struct alignas(16) float4 {
 };
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline int4 make_int4(int32_t x, int32_t y, int32_t z, int32_t w) { return {x, y, z, w}; }
+inline int2 make_int2(int32_t x, int32_t y) { return {x, y}; }
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
@@ -73,6 +75,7 @@ enum Collective {
   kMatch,
   kSync,
   kElect,
+  kMatrices,
   kMma
 };
 
@@ -150,8 +153,13 @@ inline void __syncwarp(unsigned mask = ~0u) {
   emulation::exchange(emulation::kSync, 0);
 }
 inline void __syncthreads() { emulation::meet_cta(); }
-inline bool __syncthreads_or(bool vote) { return emulation::meet_cta(vote); }
+inline bool __syncthreads_or(bool vote) { return emulation::meet_cta(vote) != 0; }
+inline int __syncthreads_count(bool vote) { return emulation::meet_cta(vote); }
 inline void __nanosleep(unsigned) { emulation::nap(); }
+
+inline size_t __cvta_generic_to_shared(const void* pointer) {
+  return static_cast<const uint8_t*>(pointer) - emulation::shared_memory;
+}
 
 inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 inline int __ffs(uint32_t bits) { return __builtin_ffs(static_cast<int>(bits)); }
@@ -160,6 +168,18 @@ inline uint32_t __float_as_uint(float value) { return emulation::bits_as<uint32_
 inline int32_t __float_as_int(float value) { return emulation::bits_as<int32_t>(value); }
 inline float __uint_as_float(uint32_t bits) { return emulation::bits_as<float>(bits); }
 inline float __int_as_float(int32_t bits) { return emulation::bits_as<float>(bits); }
+// The GPU's may be off in the last two bits.
+inline float __fdividef(float a, float b) { return a / b; }
+// Bytes of b and a, by the selector's digits.
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t digit = selector >> 4 * i & 7;
+    result |= static_cast<uint32_t>(bytes >> 8 * digit & 255) << 8 * i;
+  }
+  return result;
+}
 inline int32_t __vimax3_s32(int32_t a, int32_t b, int32_t c) { return max(max(a, b), c); }
 template <typename Value>
 Value __ldcs(const Value* address) {

@@ -35,7 +35,8 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 
 enum cudaFuncAttribute {
   cudaFuncAttributeMaxDynamicSharedMemorySize,
-  cudaFuncAttributePreferredSharedMemoryCarveout
+  cudaFuncAttributePreferredSharedMemoryCarveout,
+  cudaFuncAttributeNonPortableClusterSizeAllowed
 };
 constexpr int cudaSharedmemCarveoutMaxShared = 100;
 struct cudaFuncAttributes {
@@ -80,18 +81,38 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs;
 };
 
+namespace emulation {
+
+// CTAs of a cluster, 0 where there are none.
+inline int cluster_size(const cudaLaunchConfig_t& config) {
+  for (unsigned i = 0; i < config.numAttrs; ++i) {
+    if (config.attrs[i].id == cudaLaunchAttributeClusterDimension) {
+      return static_cast<int>(config.attrs[i].val.clusterDim.x);
+    }
+  }
+  return 0;
+}
+
+}  // namespace emulation
+
+// As the shared memory of the SMs allows, wherever they are.
+template <typename Kernel>
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, Kernel*,
+                                           const cudaLaunchConfig_t* config) {
+  constexpr int kReserved = 1024;  // bytes of each CTA
+  const int bytes = static_cast<int>(config->dynamicSmemBytes) + kReserved;
+  const int ctas = emulation::settings.sms * (emulation::kSharedBytes / bytes);
+  *clusters = ctas / emulation::cluster_size(*config);
+  return cudaSuccess;
+}
+
 template <typename... Params, typename... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
                                const Args&... args) {
-  emulation::Grid grid{{config->gridDim.x, config->gridDim.y, config->gridDim.z},
-                       static_cast<int>(config->blockDim.x),
-                       static_cast<int>(config->dynamicSmemBytes),
-                       1};
-  for (unsigned i = 0; i < config->numAttrs; ++i) {
-    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) {
-      grid.cluster = static_cast<int>(config->attrs[i].val.clusterDim.x);
-    }
-  }
+  const emulation::Grid grid{{config->gridDim.x, config->gridDim.y, config->gridDim.z},
+                             static_cast<int>(config->blockDim.x),
+                             static_cast<int>(config->dynamicSmemBytes),
+                             emulation::cluster_size(*config)};
   const std::tuple<Params...> params(args...);
   emulation::launch(reinterpret_cast<const void*>(kernel), grid,
                     [&] { std::apply(kernel, params); });

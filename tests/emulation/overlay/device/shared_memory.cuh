@@ -7,7 +7,7 @@
 namespace msa {
 
 inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(static_cast<const uint8_t*>(pointer) - emulation::shared_memory);
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
 namespace detail {

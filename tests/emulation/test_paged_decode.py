@@ -1,0 +1,74 @@
+"""paged_decode on Hopper: whole page tables, by clusters or in parts that a kernel merges."""
+
+import pytest
+import torch
+
+from msa_kernels import reference
+from tests.emulation.emulator import Emulator
+from tests.inputs import BLOCK, FP8, dtype_name, make_case, same_bits
+from tests.tolerance import assert_close, assert_lse_close, attention_floor, attention_in_dtype
+
+CACHES = [torch.bfloat16, FP8]
+WALK, MERGE = "msa_decode_sm80_kernel", "msa_decode_merge_sm80_kernel"
+CLUSTER = "msa_decode_cluster_sm90_kernel"
+LENGTHS = [(1, 7 * BLOCK + 70), (3, 300), (0, 500), (1, 7), (2, 1)]
+"""with padding 9 tokens"""
+WAYS = {  # pages of a row, SMs, kernels
+    "clusters": (9, 132, [CLUSTER]),
+    "walk": (9, 3, [WALK, MERGE]),
+    "32_parts": (300, 132, [WALK, MERGE]),
+}
+
+
+def make(cache, group=4, max_pages=9, **options):
+    options |= {"dtype": torch.bfloat16, "cache_dtype": cache, "max_pages": max_pages}
+    return make_case(LENGTHS, hq=2 * group, hkv=2, **options)
+
+
+def check(library, case, way, seed, by_request=True):
+    """Causal by request, or every row with a table and a length of its own."""
+    table, lens, starts = case.block_table, case.seq_lens, case.cu_seqlens_q
+    if not by_request:
+        where = reference.token_positions(starts, lens, case.num_tokens)
+        table, lens, starts = table[where.request], (where.pos + 1).clamp(0).int(), None
+    args = (case.q, case.k_cache, case.v_cache, table, lens)
+    emulator = Emulator(library, seed, sms=WAYS[way][1])
+    out, lse = emulator.paged_decode(*args, cu_seqlens_q=starts, **case.scales)
+    assert [launch.kernel for launch in emulator.launched] == WAYS[way][2]
+    exact, exact_lse = reference.paged_decode(
+        *args, cu_seqlens_q=starts, **case.scales, compute_dtype=torch.float64
+    )
+    every = torch.arange(case.block_table.size(1), dtype=torch.int32)
+    dense = case.with_(ids=every.expand(case.k_cache.size(1), case.num_tokens, len(every)))
+    assert_close(out, exact, attention_in_dtype(dense), floor=attention_floor(exact, exact_lse))
+    assert_lse_close(lse, exact_lse)
+    return out, lse
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cache", CACHES, ids=dtype_name)
+def test_orders(library, cache, way):
+    """The same bits in each."""
+    case = make(cache, max_pages=WAYS[way][0])
+    first = check(library, case, way, seed=0)
+    for seed in (1, 2):
+        again = check(library, case, way, seed)
+        assert all(same_bits(*results) for results in zip(again, first, strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cache", CACHES, ids=dtype_name)
+def test_rows(library, cache, way):
+    options = {"layout": "interleaved", "poison": "inf", "strided": True}
+    case = make(cache, 16, WAYS[way][0], padding_rows=0, **options)
+    check(library, case, way, seed=3, by_request=False)
+
+
+@pytest.mark.parametrize("way", ["clusters", "walk"])
+def test_tables(library, way):
+    """Pages outside the cache, and a row that is longer than its table."""
+    case = make(torch.bfloat16, max_pages=9, layout="nhd")
+    case.block_table[0, 2] = -1
+    case.block_table[0, 5] = 2**31 - 1
+    case.block_table[1, 1] = case.k_cache.size(0)
+    check(library, case.with_(block_table=case.block_table[:, :6]), way, seed=4)
