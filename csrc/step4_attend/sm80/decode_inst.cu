@@ -40,14 +40,14 @@ Plan plan_call(const AttendParams& attend, const IdsView& ids, int64_t blocks, b
     cut_drafts(params);
     if (params.tile_tokens > 0) return {params, Way::kTiles};
   }
-  if (sparse && takes_pairs(params)) return {params, Way::kPairs};
-  if (!fits) return {params, Way::kPortable};
-  if (sparse && attend.k_cache.dtype == DType::kBFloat16) {
+  if (sparse && attend.k_cache.dtype == DType::kBFloat16 && fits) {
     if (const int32_t splits = decode_cluster_pair_splits(params, context)) {
       params.splits = splits;
       return {params, Way::kClusterPairs};
     }
   }
+  if (sparse && takes_pairs(params)) return {params, Way::kPairs};
+  if (!fits) return {params, Way::kPortable};
   const ClusterCut cut = decode_cluster_cut(params, blocks, context);
   if (cut.splits == 0) return {params, params.splits == 1 ? Way::kStream : Way::kPortable};
   params.splits = cut.splits;

@@ -152,7 +152,7 @@ int32_t decode_cluster_pair_splits(const DecodeParams& params, const ExecContext
   const int64_t pairs = (attend.batch.num_tokens + 1) / 2 * attend.num_kv_heads;
   int32_t splits = decode::sm90::kMaxPairSplits;
   while (splits > 1 && pairs > resident_clusters<kWarpsAlone>(splits, context)) --splits;
-  return splits > 1 ? splits : 0;
+  return pairs > resident_clusters<kWarpsAlone>(splits, context) ? 0 : splits;
 }
 
 void run_decode_cluster_pairs(const DecodeParams& params, const ExecContext& context) {
