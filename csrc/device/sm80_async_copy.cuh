@@ -20,7 +20,15 @@ __device__ __forceinline__ void copy_async_16(uint32_t shared_address, const voi
                : "memory");
 }
 
-// The same where `there` holds; otherwise nothing is read and the 16 bytes become 0.
+// The same; L2 reads the whole 256 bytes around the address.
+__device__ __forceinline__ void copy_async_16_of_256(uint32_t shared_address,
+                                                     const void* global_address) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared_address),
+               "l"(global_address)
+               : "memory");
+}
+
+// copy_async_16() where `there` holds; otherwise nothing is read and the 16 bytes become 0.
 __device__ __forceinline__ void copy_async_16_or_zero(uint32_t shared_address,
                                                       const void* global_address, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address),

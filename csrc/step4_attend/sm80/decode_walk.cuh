@@ -195,7 +195,9 @@ struct LaneCopy {
 
   static __device__ __forceinline__ void copy_vector(uint32_t place, const char* source, bool whole,
                                                      bool there) {
-    if (whole) {
+    if (whole && S::kFp8) {  // of an interleaved pool K and V of a token: one visit to the memory
+      copy_async_16_of_256(place, source);
+    } else if (whole) {
       copy_async_16(place, source);
     } else {
       copy_async_16_or_zero(place, source, there);
