@@ -19,6 +19,7 @@
 // Barriers  name   arrivals                       who arrives           who waits
 //           full   1 + bytes of page and factors  producer              consumers
 //           empty  16                             each consumer warp    producer
+//           named 1 + c  128 + 128                consumer c + 2 mod 4  consumer c, before products
 //           A page that is not there is announced without bytes, and its bounds are -inf.
 // Timeline  consumer: wait page | products, and under them: bound and store of the page before, the
 //           next unit, this page's error | release the page | maxima of columns. The tensor cores
@@ -125,6 +126,15 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
 
   ScoreCursor next = find_piece(scores.batch, scores.cut, blockIdx.x, gridDim.x);
   bool more = next.left > 0, new_tile = true;
+  // The first two consumers begin, so that the last two have nobody to pass their last turn to.
+  bool has_turn = consumer < 2;
+  const auto wait_for_turn = [&] {
+    if (!has_turn) named_barrier(1 + consumer, 256);
+    has_turn = false;
+  };
+  const auto pass_turn = [&] {
+    if (more || consumer < 2) named_barrier_arrive(1 + (consumer + 2) % kBoundConsumers, 256);
+  };
   RingPosition<kBoundStages> ring;
   uint64_t keys = k_base;  // the descriptor of the stage, found under the products before
   const auto advance_ring = [&] {
@@ -206,12 +216,15 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
       advance_ring();
       new_tile = next.advance(scores.batch, scores.cut);
       more = next.left > 0;
+      wait_for_turn();
+      pass_turn();
       if (!more) start_next_kernel();
       if (more) barrier_wait(&shared.full[ring.stage], ring.phase);
       continue;
     }
     // Before the products: a load between them would keep the later ones waiting.
     const float4 block_factors = shared.factors[ring.stage];
+    wait_for_turn();
     Accumulator sums;
     wgmma_fence();
 #pragma unroll
@@ -233,6 +246,7 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
     if (more) barrier_wait(&shared.full[ring.stage], ring.phase);
     wgmma_wait<0>();
     hold(sums);
+    pass_turn();
     if (lane == 0) barrier_arrive(empty);
     best_of_columns<LargestSigned>(sums, best[0], best[1]);
     if (__any_sync(kAllLanes, (best[0] | best[1]) < 0)) {
