@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from . import cases, compare, machine, report, rows
-from .inputs import DTYPES, LAYOUTS
+from . import cases, compare, machine, profiling, report, rows
+from .inputs import DTYPES, LAYOUTS, Inputs, Shape
 from .operators import OPERATORS
 from .patterns import PATTERNS
 from .peers import ENVIRONMENT, NAMES
@@ -80,6 +80,25 @@ def _parser() -> argparse.ArgumentParser:
     it.add_argument("--target-ms", type=float, help="time to measure each contender for")
     it.add_argument("--debug", action="store_true", help="print where a contender failed")
 
+    it = commands.add_parser("profile", help="call one operator on one shape, for a profiler")
+    it.set_defaults(command=_profile)
+    it.add_argument("op", metavar="OP", choices=OPERATORS)
+    it.add_argument("requests", type=int, metavar="B", help="requests")
+    it.add_argument("tokens", type=int, metavar="T", help="query tokens of all requests together")
+    it.add_argument("ctx", type=int, metavar="CTX", help="tokens in the cache, of each request")
+    it.add_argument("--model", choices=cases.models(), default="m3-tp1", help="heads of a rank")
+    it.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    it.add_argument("--pattern", choices=PATTERNS, default="uniform")
+    it.add_argument("--flush", choices=FLUSHES, default="clean", help="the L2 before each call")
+    it.add_argument("--calls", type=int, default=1, help="calls that the profiler sees")
+    it.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    it.add_argument("--layout", choices=LAYOUTS, default="interleaved")
+    it.add_argument("--max-model-len", type=int, default=0, metavar="TOKENS")
+
+    it = commands.add_parser("ncu", help="a table of what ncu --page raw --csv wrote to a file")
+    it.set_defaults(command=_ncu)
+    it.add_argument("file", type=Path)
+
     it = commands.add_parser("compare", help="a verdict for each row of two files")
     it.set_defaults(command=_compare)
     it.add_argument("old", type=Path)
@@ -97,24 +116,20 @@ def _parser() -> argparse.ArgumentParser:
 def _list(arguments: argparse.Namespace) -> int:
     print("operators")
     for name, operator in OPERATORS.items():
-        print(f"  {name:<20}{'+'.join(operator.phases):<16}{operator.about}")
+        print(f"  {name:<26}{'+'.join(operator.phases):<16}{operator.about}")
     print("\nmodels")
     for name, heads in cases.models().items():
-        print(f"  {name:<20}{', '.join(f'{k} {v}' for k, v in heads.items())}")
+        print(f"  {name:<26}{', '.join(f'{k} {v}' for k, v in heads.items())}")
     print("\nshape sets")
     for name, entry in cases.shape_sets().items():
-        print(f"  {name:<20}{entry['about']}")
+        print(f"  {name:<26}{entry['about']}")
     print(f"\npeers\n  {', '.join(NAMES)}")
     return 0
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    device = torch.device(arguments.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError("torch finds no CUDA device; --device cpu runs small shapes anywhere")
+    device = _device(arguments)
     cpu = device.type == "cpu"
-    if cpu:
-        torch.set_num_threads(1)  # small shapes: more threads cost more than they bring
     presets = arguments.preset
     if arguments.quick and not set(presets) & set(cases.shape_sets()):
         presets = [*presets, "quick"]
@@ -211,6 +226,39 @@ def _describe_mean(mean: rows.WeightedMean) -> str:
     return f"{line} ({mean.cases} shapes, {mean.covered:.0%} of the weight)"
 
 
+def _profile(arguments: argparse.Namespace) -> int:
+    device = _device(arguments)
+    numbers = (arguments.requests, arguments.tokens, arguments.ctx)
+    shape = Shape.of(*numbers, **cases.models()[arguments.model])
+    shape = dataclasses.replace(shape, max_model_len=arguments.max_model_len)
+    if device.type == "cpu":
+        shape = shape.shrunk()
+    operator = OPERATORS[arguments.op]
+    pattern, layout = arguments.pattern, arguments.layout
+    inputs = Inputs(shape, arguments.dtype, pattern, device, layout=layout)
+    check = profiling.call(operator, inputs, flush=arguments.flush, calls=arguments.calls)
+    cost = operator.cost(inputs)
+    letters = " ".join(f"{k} {v}" for k, v in shape.to_json().items())
+    print(f"{arguments.op} {letters} {arguments.dtype}{f' {pattern}' * operator.patterned}")
+    print(f"{cost.flops:.4g} useful FLOP, {cost.bytes:.4g} bytes at least")
+    print(f"right, error {check.error:.1e}; calls for the profiler: {arguments.calls}")
+    return 0
+
+
+def _ncu(arguments: argparse.Namespace) -> int:
+    print(profiling.kernels(arguments.file))
+    return 0
+
+
+def _device(arguments: argparse.Namespace) -> torch.device:
+    device = torch.device(arguments.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("torch finds no CUDA device; --device cpu runs small shapes anywhere")
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # small shapes: more threads cost more than they bring
+    return device
+
+
 def _compare(arguments: argparse.Namespace) -> int:
     old, new = rows.read(arguments.old), rows.read(arguments.new)
     gpus = [sorted({row.gpu for row in part}) for part in (old, new)]
@@ -221,11 +269,13 @@ def _compare(arguments: argparse.Namespace) -> int:
     return int(arguments.fail_on_regression and any(v.regression for v in verdicts))
 
 
-# Beside the project's own page of results.
-_SEE_ALSO = (
-    "The gateway's load, and what it gives back to generation, are tables of their own "
-    "(`python -m bench.gateway`): [gateway](gateway.md#measured)."
+SEE_ALSO = (
+    "How to measure, and how to profile: [bench](../bench/README.md). What the rows mean for each "
+    "kernel: the logs in [the index](index.md). The gateway's load, and what it gives back to "
+    "generation, are tables of their own (`python -m bench.gateway`): "
+    "[gateway](gateway.md#measured)."
 )
+"""beside the project's own page of results"""
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -240,7 +290,7 @@ def _report(arguments: argparse.Namespace) -> int:
         written += report.write(found, arguments.out)
     if arguments.docs:
         written += report.write(
-            found, arguments.docs.parent, arguments.docs.name, "Performance", _SEE_ALSO
+            found, arguments.docs.parent, arguments.docs.name, "Performance", SEE_ALSO
         )
     for path in written:
         print(path)

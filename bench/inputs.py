@@ -46,6 +46,11 @@ class Shape:
     @staticmethod
     def of(requests: int, tokens: int, ctx: int, **heads: int) -> "Shape":
         """`tokens` query tokens in all, spread evenly over requests of `ctx` tokens each."""
+        if not 1 <= requests <= tokens <= requests * ctx:
+            raise ValueError(
+                "a shape has requests, a query token or more for each, and contexts that hold "
+                f"them: expected 1 <= B <= T <= B * ctx, got B {requests}, T {tokens}, ctx {ctx}"
+            )
         each, more = divmod(tokens, requests)
         q_lens = tuple(each + (i < more) for i in range(requests))
         return Shape(q_lens, (ctx,) * requests, **heads)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -92,16 +93,32 @@ class Row:
 
 
 def read(path: str | Path) -> list[Row]:
-    """The rows of a file, in order."""
-    text = Path(path).read_text(encoding="utf-8")
-    return [Row.from_json(line) for line in text.splitlines() if line.strip()]
+    """The rows of a file, in order. A line that a run did not live to finish is left out.
+
+    Raises:
+        ValueError: another line is no row.
+    """
+    rows = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip() or (line.startswith("{") and not line.endswith("}")):
+            continue
+        try:
+            rows.append(Row.from_json(line))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number}, is no row: {error}") from error
+    return rows
 
 
 def append(path: str | Path, rows: Iterable[Row]) -> None:
     """Adds rows to a file; each run adds its rows as they come, so that a cut loses none."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with Path(path).open("a", encoding="utf-8") as file:
-        file.writelines(row.to_json() + "\n" for row in rows)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":  # after a line that was cut: on a line of their own
+                file.write(b"\n")
+        file.write("".join(row.to_json() + "\n" for row in rows).encode())
 
 
 def latest(rows: Iterable[Row], *, of_each_preset: bool = False) -> list[Row]:

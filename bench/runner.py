@@ -107,7 +107,12 @@ class Run:
                 self.skipped = list(cases[number:])
                 return
             began = time.monotonic()
-            rows = self.run(case)
+            try:
+                rows = self.run(case)
+            except ContextLost:
+                raise
+            except Exception as error:  # while it was counted or timed: the next may go well
+                rows = [self._bare_row(case, self.options.flushes[0], reason=self._why(error))]
             self.last_s = time.monotonic() - began
             yield case, rows
 
@@ -238,26 +243,9 @@ class Run:
     def _rows(self, case, operator, inputs, flush, contenders, costs) -> list[Row]:
         ours = contenders[OURS]
         peaks = ceilings.peaks(self.ceilings, operator.math_dtype(inputs))
-        facts = dict(self.machine)
-        base = Row(
-            op=case.op,
-            phase=case.phase,
-            preset=case.preset,
-            shape=case.shape.to_json(),
-            dtype=case.dtype,
-            pattern=case.pattern,
-            flush=flush,
-            ok=ours.ok,
-            max_err=ours.check.error if ours.check else None,
-            reason=ours.reason,
-            weight=case.weight,
-            loop_gemm_tflops=self.loop_gemm,
-            commit=self.commit,
-            gpu=facts.pop("gpu"),
-            date=machine.now(),
-            machine=facts,
-            ceilings=self.ceilings,
-        )
+        base = self._bare_row(case, flush, ours.reason)
+        base.ok, base.max_err = ours.ok, ours.check.error if ours.check else None
+        base.loop_gemm_tflops = self.loop_gemm
         base.bound_by = costs[OURS].floor_us(*peaks)[1]
         if ours.stats:
             base.us, base.p10, base.p90 = ours.stats.us, ours.stats.p10, ours.stats.p90
@@ -273,6 +261,26 @@ class Run:
                 self._add_peer(row, name, contenders[name], costs[name], peaks)
             rows.append(row)
         return rows or [base]
+
+    def _bare_row(self, case: Case, flush: str, reason: str | None) -> Row:
+        """What is known without a measurement."""
+        facts = dict(self.machine)
+        return Row(
+            op=case.op,
+            phase=case.phase,
+            preset=case.preset,
+            shape=case.shape.to_json(),
+            dtype=case.dtype,
+            pattern=case.pattern,
+            flush=flush,
+            reason=reason,
+            weight=case.weight,
+            commit=self.commit,
+            gpu=facts.pop("gpu"),
+            date=machine.now(),
+            machine=facts,
+            ceilings=self.ceilings,
+        )
 
     def _add_peer(self, row: Row, name: str, peer: Contender, cost: Cost, peaks) -> None:
         row.peer_version, row.peer_reason, row.peer_ok = (

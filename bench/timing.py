@@ -99,6 +99,18 @@ class Clock:
                     times[name].append(self._once(calls[name]))
         return {name: Stats.of(measured) for name, measured in times.items()}
 
+    def flush_l2(self) -> None:
+        """Enqueues what brings the L2 into the state asked for."""
+        if self.flush != "none":
+            self.dirty.zero_()
+        if self.flush == "clean":
+            torch.sum(self.clean, dim=0, out=self.sink)
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        if self.cuda:
+            torch.cuda.synchronize()
+
     def _once(self, call: Prepared) -> float:
         if not self.cuda:
             begin = time.perf_counter()
@@ -114,10 +126,7 @@ class Clock:
             lead_us = 0
         if lead_us > 0:
             torch.cuda._sleep(int(lead_us * 2000))  # about 2000 cycles a us
-        if self.flush != "none":
-            self.dirty.zero_()
-        if self.flush == "clean":
-            torch.sum(self.clean, dim=0, out=self.sink)
+        self.flush_l2()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
         if call.on_host:
             torch.cuda.synchronize()

@@ -62,8 +62,9 @@ def check_batch(batch: Batch, num_tokens: int) -> None:
         num_tokens: T, rows of q, padding included.
 
     Raises:
-        ValueError: cu_seqlens_q does not begin with 0, falls, or ends past T; num_decode_tokens is
-            not cu_seqlens_q[num_decode_requests]; a request has more new tokens than tokens.
+        ValueError: cu_seqlens_q does not begin with 0, falls, or ends past T; seq_lens has another
+            number of requests; num_decode_requests is not from 0 to B, or num_decode_tokens not
+            cu_seqlens_q[num_decode_requests]; a request has more new tokens than tokens.
 
     Notes:
         Synchronises.
@@ -78,6 +79,15 @@ def check_batch(batch: Batch, num_tokens: int) -> None:
         raise ValueError(
             f"{op}: cu_seqlens_q must begin with 0, not fall, and end at most at {num_tokens}, "
             f"got {starts}"
+        )
+    if len(starts) != len(lengths) + 1:
+        raise ValueError(
+            f"{op}: cu_seqlens_q must be [B + 1] = [{len(lengths) + 1}], got [{len(starts)}]"
+        )
+    if not 0 <= batch.num_decode_requests <= len(lengths):
+        raise ValueError(
+            f"{op}: num_decode_requests must be from 0 to {len(lengths)}, "
+            f"got {batch.num_decode_requests}"
         )
     if batch.num_decode_tokens != starts[batch.num_decode_requests]:
         raise ValueError(

@@ -41,7 +41,8 @@ class Batch(NamedTuple):
     block_table: Tensor
     """[B, max_pages] int32: page of block j of request b"""
     cu_seqlens_q: Tensor
-    """[B + 1] int32"""
+    """[B + 1] int32: the first query token of each request, then their number; later rows are
+    padding"""
     seq_lens: Tensor
     """[B] int32, tokens in the cache after this step"""
     slot_mapping: Tensor
@@ -74,12 +75,11 @@ def msa_attention(
     """One MSA layer: writes the new tokens, selects blocks for each, attends to those.
 
     Args:
-        q: [T, Hq, D]; k, v: [T, Hkv, D]; index_q: [T, Hi = Hkv, Di]; index_k: [T, Di], float32 or
-            bfloat16.
-        k: see `q`.
-        v: see `q`.
-        index_q: see `q`.
-        index_k: see `q`.
+        q: [T, Hq, D] float32 or bfloat16.
+        k: [T, Hkv, D], keys of the new tokens, dtype of `q`.
+        v: [T, Hkv, D], their values, dtype of `q`.
+        index_q: [T, Hi = Hkv, Di], dtype of `cache.index_k`: float32, bfloat16 or float8_e4m3fn.
+        index_k: [T, Di], index keys of the new tokens, the same dtype.
         cache: the layer's caches, written in place; `cache.index_k` must be there.
         batch: the step's tokens.
         topk: K, blocks a query token and KV head attends to.
@@ -191,9 +191,9 @@ def dense_attention(
     """One dense layer: writes the new tokens and attends causally to the whole context.
 
     Args:
-        q: [T, Hq, D]; k, v: [T, Hkv, D], float32 or bfloat16.
-        k: see `q`.
-        v: see `q`.
+        q: [T, Hq, D] float32 or bfloat16.
+        k: [T, Hkv, D], keys of the new tokens, dtype of `q`.
+        v: [T, Hkv, D], their values, dtype of `q`.
         cache: the layer's K and V caches, written in place.
         batch: the step's tokens.
         scale: factor of q . k; None means D ** -0.5.

@@ -62,12 +62,15 @@ def is_supported(
         ValueError: no operator has that name, or torch knows no such device.
     """
     info = build_info()
-    if op not in {kernel["op"] for kernel in info["cpu"]["kernels"]}:
-        raise ValueError(f"msa.is_supported: op must be the name of an operator, got {op!r}")
+    ops = dict.fromkeys(kernel["op"] for kernel in info["cpu"]["kernels"])
+    if op not in ops:
+        raise ValueError(f"msa.is_supported: op must be one of {', '.join(ops)}, got {op!r}")
     try:
         device = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"msa.is_supported: device must name one, got {device!r}") from error
+        raise ValueError(
+            f"msa.is_supported: device must be one that torch knows, got {device!r}"
+        ) from error
     if device.type not in ("cpu", "cuda"):
         return False, f"msa_kernels runs on cpu and cuda devices, not on {device.type}"
     if device.type == "cuda" and info["cuda"] is None:

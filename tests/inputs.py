@@ -197,12 +197,13 @@ def make_case(
     free = (torch.randperm(pages - 2, generator=rng) + 1).tolist()
     table = torch.full((len(lengths), width), table_padding, dtype=torch.int32)
     page_lists: list[Tensor] = []
+    shared_blocks = [0] * len(lengths)  # of the first request's pages, at each one's front
     for request, blocks in enumerate(num_blocks):
         mine = torch.tensor([free.pop() for _ in range(blocks)], dtype=torch.int64)
         if request and shared_prefix:
-            shared = min(shared_prefix, blocks - 1, num_blocks[0] - 1)
-            if shared > 0:
-                mine[:shared] = page_lists[0][:shared]
+            shared = max(0, min(shared_prefix, blocks - 1, num_blocks[0] - 1))
+            mine[:shared] = page_lists[0][:shared]
+            shared_blocks[request] = shared
         page_lists.append(mine)
         table[request, : min(blocks, width)] = mine[:width].int()
 
@@ -212,20 +213,22 @@ def make_case(
     k_scale = torch.rand(hkv, generator=rng) * 0.5 + 0.25 if fp8 else None
     v_scale = torch.rand(hkv, generator=rng) * 0.5 + 0.75 if fp8 else None
 
-    # Tokens of every request. The first is written last: shared pages hold its tokens.
+    # Tokens of every request, stored all at once. Shared pages hold the first one's.
     new = {name: [] for name in ("k", "v", "index_k", "slot")}
+    cached = {name: [] for name in ("slot", "k", "v", "index_k")}
     for request in reversed(range(len(lengths))):
         q_len, seq_len = lengths[request]
         k, v = draw(seq_len, hkv, D).to(dtype), draw(seq_len, hkv, D).to(dtype)
         index_k = draw(seq_len, D).to(index_dtype)
         token = torch.arange(seq_len)
         slot = page_lists[request][token // BLOCK] * BLOCK + token % BLOCK
-        cached = (_quantised(k, k_scale, cache_dtype), _quantised(v, v_scale, cache_dtype), index_k)
-        for cache, rows in zip((k_cache, v_cache, index_k_cache), cached, strict=True):
-            _store(cache, slot, rows.to(device))
-        lacking = max(
-            0, q_len - seq_len
-        )  # new tokens that have no position, in an overfull request
+        own = slice(shared_blocks[request] * BLOCK, None)
+        cached["slot"].append(slot[own])
+        cached["k"].append(_quantised(k[own], k_scale, cache_dtype))
+        cached["v"].append(_quantised(v[own], v_scale, cache_dtype))
+        cached["index_k"].append(index_k[own])
+        # new tokens that have no position, in an overfull request
+        lacking = max(0, q_len - seq_len)
         for name, rows, fill in (
             ("k", k, 0.0),
             ("v", v, 0.0),
@@ -234,6 +237,10 @@ def make_case(
         ):
             head = rows.new_full((lacking, *rows.shape[1:]), fill)
             new[name].insert(0, torch.cat([head, rows[seq_len - (q_len - lacking) :]]))
+    if lengths:
+        slot = torch.cat(cached["slot"]).to(device)
+        for cache, name in ((k_cache, "k"), (v_cache, "v"), (index_k_cache, "index_k")):
+            _store(cache, slot, torch.cat(cached[name]).to(device))
 
     def joined(name: str, shape: tuple[int, ...], fill, as_dtype: torch.dtype) -> Tensor:
         padding = torch.full((padding_rows, *shape), fill, dtype=as_dtype)
@@ -542,7 +549,23 @@ def while_growing(
         yield captured if graph else call()
 
 
-FALSE_STARTS = ("more", "most", "negative", "falling")
+FALSE_STARTS = ("more", "most", "negative", "falling", "late")
+"""what cu_seqlens_q may say by mistake; "more": that there are more tokens, as it does of a case
+whose last tokens are left out"""
+
+
+def false_starts(case: Case, kind: str) -> Tensor:
+    """The case's cu_seqlens_q with that mistake."""
+    starts = case.cu_seqlens_q.clone()
+    if kind == "most":
+        starts[-1] = 2**31 - 1
+    elif kind == "negative":
+        starts[1:] = -(2**31)
+    elif kind == "falling":
+        starts[-2] = 2**30
+    elif kind == "late":
+        starts[0] = starts[1] - 5
+    return starts
 
 
 def check_false_starts(attend: Callable, case: Case, kept: int, kind: str) -> Tensor:
@@ -551,13 +574,7 @@ def check_false_starts(attend: Callable, case: Case, kept: int, kind: str) -> Te
     Returns out; asserts that no row behind it was written, and where all starts are negative that
     nothing was attended to.
     """
-    starts = case.cu_seqlens_q.clone()
-    if kind == "most":
-        starts[-1] = 2**31 - 1
-    elif kind == "negative":
-        starts[1:] = -(2**31)
-    elif kind == "falling":
-        starts[-2] = 2**30
+    starts = false_starts(case, kind)
     whole = case.q.new_full((kept + 300, *case.q.shape[1:]), 7.0)
     short = case.with_(q=case.q[:kept], ids=case.ids[:, :kept], cu_seqlens_q=starts)
     attend(*short.attend_args, out=whole[:kept])
@@ -612,7 +629,6 @@ def _store(cache: Tensor, slot: Tensor, rows: Tensor) -> None:
     """Rows [tokens, (Hkv,) D] to their slots of a cache [pages, (Hkv,) 128, D]."""
     if cache.dtype == FP8:
         cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
-    slot = slot.to(cache.device)
     by_slot = cache.transpose(1, 2) if cache.dim() == 4 else cache
     by_slot[slot // BLOCK, slot % BLOCK] = rows
 

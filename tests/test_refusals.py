@@ -641,6 +641,41 @@ def test_decode_counts_that_cannot_be(counts):
     assert torch.equal(case.k_cache.view(torch.int32), before.view(torch.int32))
 
 
+OVERLOADS = [
+    pytest.param(op, build, overload, id=f"{op}-{build.__name__}-{overload}")
+    for op, build, _ in TABLES
+    for overload in ("default", "out")
+    if overload in getattr(torch.ops.msa, op).overloads()
+    and build not in (parts_call, media_dtype_call)
+]
+
+
+@pytest.mark.parametrize("op,build,overload", OVERLOADS)
+def test_none_where_a_tensor_must_be(op, build, overload):
+    """torch hands None on as a tensor that is not there; read as one, it would end the process."""
+    call = {"num_pages": 4, "page_step": 1, "head_step": 1, "dtype": torch.float32, **build()}
+    operator = getattr(getattr(torch.ops.msa, op), overload)
+    written = {"output": "out"} | ({"scores": "out"} if op == "index_score" else {})
+    written |= {"ids": "out"} if op in ("topk_blocks", "select_blocks") else {}
+    arguments = operator._schema.arguments
+    source = {a.name: written.get(a.name, a.name) for a in arguments}
+    given = {name: call[word] for name, word in source.items() if word in call}
+    operator(**given)
+    needed = [argument.name for argument in arguments if str(argument.type) == "Tensor"]
+    for name in needed if len(needed) > 1 else []:  # torch looks for a kernel by some tensor
+        expected = rf"msa\.{op}: ({name}|{source[name]}) must be .*, got None"
+        with pytest.raises(ValueError, match=expected):
+            operator(**{**given, name: None})
+
+
+def test_the_view_of_a_selection_needs_caches():
+    for name in ("ids", "k_cache", "v_cache"):
+        with pytest.raises(
+            ValueError, match=rf"msa\.decode_view: {name} must be a tensor, got None"
+        ):
+            msa_kernels.decode_view(**{**view_call(), name: None})
+
+
 def test_debug_finds_counts_that_are_wrong():
     case = make_case([(1, 300), (2, 200)], padding_rows=0)
     good = msa_kernels.Batch(*case.batch, case.slot_mapping, 1, 1)
@@ -649,6 +684,11 @@ def test_debug_finds_counts_that_are_wrong():
         msa_kernels.debug.check_batch(good._replace(num_decode_tokens=2), 3)
     with pytest.raises(ValueError, match="cu_seqlens_q must begin with 0"):
         msa_kernels.debug.check_batch(good, 2)
+    for requests in (-1, 3):
+        with pytest.raises(ValueError, match="num_decode_requests must be from 0 to 2, got"):
+            msa_kernels.debug.check_batch(good._replace(num_decode_requests=requests), 3)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q must be \[B \+ 1\] = \[2\], got \[3\]"):
+        msa_kernels.debug.check_batch(good._replace(seq_lens=good.seq_lens[:1]), 3)
     with pytest.raises(ValueError, match="expected at least 2 for request 1, got 1"):
         msa_kernels.debug.check_batch(good._replace(seq_lens=torch.tensor([300, 1]).int()), 3)
 
@@ -675,6 +715,99 @@ def test_outputs_that_overlap(strides):
     out = torch.zeros(case.q.size(0) * 600).as_strided(case.q.shape, strides)
     with pytest.raises(ValueError, match="out must be writable without overlap"):
         msa_kernels.sparse_prefill(*case.attend_args, out=out)
+
+
+OUTPUTS = [
+    ("index_score", score_call, {"out": "scores"}),
+    ("topk_blocks", topk_call, {"out": "ids"}),
+    ("select_blocks", select_call, {"out": "ids"}),
+    ("decode_view", view_call, {"page_table": "page_table", "kv_lens": "kv_lens"}),
+    ("sparse_prefill", attend_call, {"out": "out", "lse": "lse"}),
+    ("sparse_decode", fp8_attend_call, {"out": "out", "lse": "lse"}),
+    ("paged_decode", paged_call, {"out": "out", "lse": "lse"}),
+    ("merge_lse", merge_call, {"out": "out", "lse": "lse"}),
+    ("normalize_patches", media_call, {"out": "out"}),
+]
+
+
+def shared_pairs():
+    """(operator, call, output, its name in messages, tensor beside it)"""
+    for op, build, outputs in OUTPUTS:
+        beside = [name for name, value in build().items() if isinstance(value, torch.Tensor)]
+        if op == "decode_view":  # which sees its caches' strides alone
+            beside = [name for name in beside if not name.endswith("cache")]
+        for out, name in outputs.items():
+            for other in beside:
+                if other != out:
+                    yield pytest.param(op, build, out, name, other, id=f"{op}-{out}-{other}")
+
+
+def in_one_buffer(first, second, second_begin):
+    """Copies of two tensors, contiguous, the second from byte `second_begin` on."""
+    sizes = [x.numel() * x.element_size() for x in (first, second)]
+    buffer = torch.zeros(max(sizes[0], second_begin + sizes[1]) + 16, dtype=torch.uint8)
+    buffer = buffer[-buffer.data_ptr() % 16 :]
+    copies = []
+    for x, begin, size in zip((first, second), (0, second_begin), sizes, strict=True):
+        copies.append(buffer[begin : begin + size].view(x.dtype).view(x.shape))
+        copies[-1].view(torch.uint8).copy_(x.contiguous().view(torch.uint8))
+    return copies
+
+
+@pytest.mark.parametrize("op,build,out,name,other", list(shared_pairs()))
+def test_outputs_in_memory_of_other_tensors(op, build, out, name, other):
+    """An output that begins in an input, or in another output, is refused; behind it, it is
+    taken."""
+    call = build()
+    getattr(msa_kernels, op)(**call)
+    unwritten = torch.full_like(call[out], -7)
+    size = call[other].numel() * call[other].element_size()
+    within, behind = (size - 1) // 16 * 16, -(-size // 16) * 16
+
+    shared = dict(call)
+    shared[other], shared[out] = in_one_buffer(call[other], unwritten, within)
+    before = [x.clone() for x in shared.values() if isinstance(x, torch.Tensor)]
+    with pytest.raises(ValueError) as caught:
+        getattr(msa_kernels, op)(**shared)
+    message = rf"msa\.{op}: (\w+) must be in memory that (\w+) does not use, got memory of both"
+    match = re.fullmatch(message, str(caught.value))
+    assert match, caught.value
+    assert name in match.groups()
+    after = [x for x in shared.values() if isinstance(x, torch.Tensor)]
+    assert all(same_bits(a, b) for a, b in zip(after, before, strict=True))
+
+    apart = dict(call)
+    apart[other], apart[out] = in_one_buffer(call[other], unwritten, behind)
+    getattr(msa_kernels, op)(**apart)
+    assert same_bits(apart[out], call[out])
+
+
+def test_outputs_side_by_side_in_one_tensor():
+    """Interleaved, without an element in common: taken. One column is both's: refused."""
+    call = view_call()
+    expected = msa_kernels.decode_view(**call)
+    rows, topk = call["page_table"].shape
+    both = torch.full((rows, topk + 1), -7, dtype=INT32)
+    call["page_table"], call["kv_lens"] = both[:, :topk], both[:, topk]
+    msa_kernels.decode_view(**call)
+    assert torch.equal(both, torch.cat([expected.page_table, expected.kv_lens[:, None]], 1))
+    call["kv_lens"] = both[:, topk - 1]
+    with pytest.raises(
+        ValueError, match=r"msa\.decode_view: kv_lens must be in memory that page_table does not"
+    ):
+        msa_kernels.decode_view(**call)
+
+
+@pytest.mark.parametrize("name", ["v_cache", "index_k_cache"])
+def test_caches_in_memory_of_each_other(name):
+    call = write_call()
+    before = call["k_cache"].clone()
+    call[name] = call["k_cache"] if name == "v_cache" else call["k_cache"][:, 0]
+    with pytest.raises(
+        ValueError, match=rf"msa\.write_cache: {name} must be in memory that k_cache does not use"
+    ):
+        msa_kernels.write_cache(**call)
+    assert same_bits(call["k_cache"], before)
 
 
 @pytest.mark.parametrize("op", ["sparse_prefill", "sparse_decode"])

@@ -1,4 +1,5 @@
-"""`python -m bench.gateway`: the gateway alone under load, and what it takes off the worker."""
+"""`python -m bench.gateway`: the gateway alone under load, what it takes off the worker, and what a
+photo's way to the worker costs."""
 
 import argparse
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from . import giveback, load, material
+from . import giveback, load, material, wire
 
 
 def machine() -> str:
@@ -39,7 +40,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(prog="python -m bench.gateway", description=__doc__)
     add = parser.add_argument
-    add("parts", nargs="*", metavar="PART", help="load, giveback; default: both")
+    add("parts", nargs="*", metavar="PART", help="load, giveback, wire; default: the first two")
     add("--clients", type=int, default=64, help="at a time; default: %(default)s")
     add("--seconds", type=float, default=15.0, help="a scenario or measurement")
     add("--only", help="scenarios of the load with this in their name")
@@ -50,12 +51,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="images a second beside the worker's loop; repeatable; default: 8",
     )
     add("--decoders", type=int, default=1, help="threads or processes beside the loop")
-    add("--rounds", type=int, default=3, help="of each arrangement beside the loop")
+    add("--rounds", type=int, default=3, help="of each arrangement beside the loop, or transport")
     add("--model", type=Path, help="checkpoint: the loop is the engine; default: a fixed loop")
     add("--device", default="cpu", help="the engine's, cuda in bfloat16; default: %(default)s")
     parsed = parser.parse_args(arguments)
-    if unknown := set(parsed.parts) - {"load", "giveback"}:
-        parser.error(f"PART must be load or giveback, got {', '.join(sorted(unknown))}")
+    if unknown := set(parsed.parts) - {"load", "giveback", "wire"}:
+        parser.error(f"PART must be load, giveback or wire, got {', '.join(sorted(unknown))}")
+    if "wire" in parsed.parts and not parsed.model:
+        parser.error("wire needs a worker, and that --model; got none")
     if parsed.device != "cpu" and not parsed.model:
         parser.error(f"--device is the engine's, which needs --model; got {parsed.device} alone")
     return parsed
@@ -94,6 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{options.seconds:g} s\n"
         )
         print(giveback.table(results), flush=True)
+    if "wire" in parts:
+        photo = material.photo(1080, 1920)
+        results = list(wire.run(photo, options.model, options.seconds, options.rounds))
+        print(f"\nleast of {options.rounds} rounds of {options.seconds:g} s\n")
+        print(wire.table(results), flush=True)
     return 1 if lost else 0
 
 

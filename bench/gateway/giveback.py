@@ -91,7 +91,7 @@ def engine_loop(folder: Path, device: str) -> Loop:
     return Loop(f"the engine on {folder.name}, {place}, torch {torch.__version__}", step, restart)
 
 
-def _job() -> dict[str, Any]:
+def photo_job() -> dict[str, Any]:
     """An image for the default family, as its gateway would ask for it."""
     from examples.m3_serving.gateway.families import MiniMaxM3Family
     from examples.m3_serving.gateway.job_spec import make_job
@@ -107,7 +107,7 @@ def _threads(data: bytes, rate: float, count: int) -> Iterator[Callable[[], int]
     """Decodes in threads of this process; gives how many images are done."""
     from examples.m3_serving.gateway.jobs import run_job
 
-    job, stop, done, given = _job(), threading.Event(), [0], [0]
+    job, stop, done, given = photo_job(), threading.Event(), [0], [0]
 
     def decode() -> None:
         run_job(data, job)
@@ -136,7 +136,7 @@ async def pool_process(data: bytes, rate: float, workers: int) -> None:
     """A gateway's decode pool at the same rate; prints how many images are done when told to."""
     from examples.m3_serving.gateway.pool import DecodePool
 
-    pool, job, done, running = DecodePool(workers), _job(), [0], set()
+    pool, job, done, running = DecodePool(workers), photo_job(), [0], set()
 
     async def decode() -> None:
         await pool.run(job, data)

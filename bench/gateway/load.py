@@ -4,12 +4,9 @@ import asyncio
 import base64
 import itertools
 import json
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from . import material
-from .processes import Use, use_of
+from .processes import Use, running, use_of
 
 BASE = "http://media.invalid"
 Body = Callable[[int], dict[str, Any]]
@@ -68,22 +65,6 @@ class Outcome:
         """Of the latencies, seconds; NaN without any."""
         ordered = sorted(self.latencies)
         return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else float("nan")
-
-
-@contextmanager
-def _process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", *arguments], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, body: bytes) -> str | None:
@@ -221,12 +202,12 @@ def run(work: Path, clients: int, seconds: float, only: str | None = None) -> It
     material.write_checkpoint(checkpoint)
     chosen = [one for one in scenarios(media) if not only or only in one.name]
     _write_media(media, {file for one in chosen for file in one.files})
-    with _process("bench.gateway.media_server", str(media)) as server:
+    with running("bench.gateway.media_server", str(media)) as server:
         port = int(server.stdout.readline())
         for scenario in chosen:
             script = json.dumps({**SCRIPT, **scenario.script})
             arguments = ("bench.gateway.serve", str(checkpoint), str(port), script)
-            with _process(*arguments) as gateway:
+            with running(*arguments) as gateway:
                 url = gateway.stdout.readline().split()[-1] + "/v1/chat/completions"
                 base = f"http://127.0.0.1:{port}"
                 yield asyncio.run(_clients(url, base, scenario, clients, seconds, gateway.pid))

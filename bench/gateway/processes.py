@@ -1,11 +1,32 @@
-"""What a process and its children use, read from /proc."""
+"""A module as a process, and what a process and its children use, read from /proc."""
 
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A module, with its arguments, as a process that ends with the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *arguments], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 @dataclass(frozen=True)

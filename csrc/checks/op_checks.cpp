@@ -22,6 +22,16 @@ void check_rows(const Checker& check, const TensorInfo& tensor, const char* lett
   check.aligned_rows(tensor);
 }
 
+// Outputs share memory with no input, nor with each other: what is read would depend on what has
+// been written before.
+void check_apart(const Checker& check, std::initializer_list<const TensorInfo*> outputs,
+                 std::initializer_list<const TensorInfo*> inputs) {
+  for (auto output = outputs.begin(); output != outputs.end(); ++output) {
+    for (auto other = outputs.begin(); other != output; ++other) check.apart(**output, **other);
+    for (const TensorInfo* input : inputs) check.apart(**output, *input);
+  }
+}
+
 void check_batch(const Checker& check, const BatchArgs& batch, const TensorInfo& device_of) {
   check.dtype(batch.seq_lens, {DType::kInt32});
   check.shape(batch.seq_lens, "[B]", {kAnySize});
@@ -174,6 +184,7 @@ void check_write_cache(const TensorInfo& k, const TensorInfo& v, const TensorInf
   check.no_overlap(v_cache);
   check_scale(check, k_scale, k_cache, num_kv_heads);
   check_scale(check, v_scale, v_cache, num_kv_heads);
+  check_apart(check, {&k_cache, &v_cache, &index_k_cache}, {});
   if (!index_k.defined) {
     check.not_given(index_k_cache, "index_k is None");
     return;
@@ -197,6 +208,8 @@ void check_index_score(const TensorInfo& index_q, const TensorInfo& index_k_cach
               {index_q.size(1), index_q.size(0), batch.block_table.size(1)});
   check.same_device(scores, index_q);
   check.no_overlap(scores);
+  check_apart(check, {&scores},
+              {&index_q, &index_k_cache, &batch.block_table, &batch.cu_seqlens_q, &batch.seq_lens});
 }
 
 void check_topk_blocks(const TensorInfo& scores, const TensorInfo& visible_blocks, int64_t topk,
@@ -214,6 +227,7 @@ void check_topk_blocks(const TensorInfo& scores, const TensorInfo& visible_block
   }
   check_select_rule(check, topk, init_blocks, local_blocks);
   check_ids_out(check, ids, num_heads, num_tokens, topk, scores);
+  check_apart(check, {&ids}, {&scores, &visible_blocks});
 }
 
 void check_select_blocks(const TensorInfo& index_q, const TensorInfo& index_k_cache,
@@ -223,6 +237,8 @@ void check_select_blocks(const TensorInfo& index_q, const TensorInfo& index_k_ca
   check_index_inputs(check, index_q, index_k_cache, batch);
   check_select_rule(check, topk, init_blocks, local_blocks);
   check_ids_out(check, ids, index_q.size(1), index_q.size(0), topk, index_q);
+  check_apart(check, {&ids},
+              {&index_q, &index_k_cache, &batch.block_table, &batch.cu_seqlens_q, &batch.seq_lens});
 }
 
 void check_kv_block_schedule(const TensorInfo& ids, const TensorInfo& cu_seqlens_q,
@@ -262,6 +278,8 @@ void check_decode_view(const TensorInfo& ids, const BatchArgs& batch, int64_t nu
     check.same_device(kv_lens, ids);
     check.no_overlap(kv_lens);
   }
+  check_apart(check, {&page_table, &kv_lens},
+              {&ids, &batch.block_table, &batch.cu_seqlens_q, &batch.seq_lens});
 }
 
 void check_sparse_attend(const char* op, const TensorInfo& q, const TensorInfo& k_cache,
@@ -273,6 +291,9 @@ void check_sparse_attend(const char* op, const TensorInfo& q, const TensorInfo& 
   check_ids_in(check, ids, k_cache.size(1), q.size(0), q);
   check_batch(check, batch, q);
   check_schedule_sizes(check, ids, batch.seq_lens, batch.block_table.size(1));
+  check_apart(check, {&out, &lse},
+              {&q, &k_cache, &v_cache, &ids, &batch.block_table, &batch.cu_seqlens_q,
+               &batch.seq_lens, &k_scale, &v_scale});
 }
 
 void check_paged_decode(const TensorInfo& q, const TensorInfo& k_cache, const TensorInfo& v_cache,
@@ -284,6 +305,9 @@ void check_paged_decode(const TensorInfo& q, const TensorInfo& k_cache, const Te
   if (!batch.cu_seqlens_q.defined) {
     check.shape(batch.seq_lens, "[T] (a row is a token without cu_seqlens_q)", {q.size(0)});
   }
+  check_apart(check, {&out, &lse},
+              {&q, &k_cache, &v_cache, &batch.block_table, &batch.cu_seqlens_q, &batch.seq_lens,
+               &k_scale, &v_scale});
 }
 
 namespace {
@@ -317,6 +341,7 @@ void check_merge_lse(const TensorInfo& outs, const TensorInfo& lses, const Tenso
                    {tokens, heads}, outs);
   check.no_overlap(out);
   check.no_overlap(lse);
+  check_apart(check, {&out, &lse}, {&outs, &lses});
 }
 
 void check_merge_lse_parts(const TensorInfo* outs, int64_t num_outs, const TensorInfo* lses,
@@ -383,6 +408,7 @@ void check_normalize_patches(const TensorInfo& patches, const std::vector<double
   check.shape(out, "[rows, 3 * temporal * patch * patch]", {patches.size(0), frame * temporal});
   check.same_device(out, patches);
   check.dense_rows(out, 16);
+  check_apart(check, {&out}, {&patches});
 }
 
 }  // namespace msa

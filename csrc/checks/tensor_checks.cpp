@@ -1,10 +1,92 @@
 #include "checks/tensor_checks.h"
 
+#include <algorithm>
 #include <array>
 
 #include "host/errors.h"
 
 namespace msa {
+namespace {
+
+// Bytes from a tensor's first to behind its last.
+int64_t span_bytes(const TensorInfo& tensor) {
+  int64_t reach = 1;  // elements
+  for (int dim = 0; dim < tensor.dims; ++dim) {
+    reach += (tensor.size(dim) - 1) * tensor.stride(dim);
+  }
+  return reach * tensor.element_size;
+}
+
+// Looks for an element of `from` and one of `to` that share a byte: the distance from the one to
+// the other is then less than the first one's size, and more than minus the second one's. Every
+// distance is the least one and some of the tensors' steps, each as often as its axis has more
+// elements: a step of `to` adds to it, and so does one that `from` does not take.
+class MeetingSearch {
+ public:
+  MeetingSearch(const TensorInfo& from, const TensorInfo& to)
+      : low_(-to.element_size), high_(from.element_size) {
+    least_ = static_cast<int64_t>(reinterpret_cast<uintptr_t>(to.data) -
+                                  reinterpret_cast<uintptr_t>(from.data));
+    least_ -= span_bytes(from) - from.element_size;
+    add_steps(from);
+    add_steps(to);
+    std::sort(steps_.begin(), steps_.begin() + num_steps_,
+              [](const Step& a, const Step& b) { return a.bytes > b.bytes; });
+    for (int step = num_steps_ - 1; step >= 0; --step) {
+      steps_[step].reach = steps_[step + 1].reach + steps_[step].most * steps_[step].bytes;
+    }
+  }
+
+  bool finds_one() { return finds_one(0, least_); }
+
+ private:
+  struct Step {
+    int64_t bytes = 0, most = 0;  // taken 0 to `most` times
+    int64_t reach = 0;            // what it and all smaller ones add at most
+  };
+
+  void add_steps(const TensorInfo& tensor) {
+    for (int dim = 0; dim < tensor.dims; ++dim) {
+      const int64_t bytes = tensor.stride(dim) * tensor.element_size, most = tensor.size(dim) - 1;
+      if (bytes == 0 || most == 0) continue;
+      const auto same = std::find_if(steps_.begin(), steps_.begin() + num_steps_,
+                                     [&](const Step& step) { return step.bytes == bytes; });
+      if (same == steps_.begin() + num_steps_) steps_[num_steps_++].bytes = bytes;
+      same->most += most;
+    }
+  }
+
+  // Whether steps from number `step` on lead from `distance` into the range.
+  bool finds_one(int step, int64_t distance) {
+    const Step& mine = steps_[step];
+    if (distance >= high_ || distance + mine.reach <= low_) return false;
+    if (step == num_steps_) return true;
+    --tries_left_;
+    const int64_t short_by = low_ - distance - steps_[step + 1].reach;
+    int64_t taken = short_by < 0 ? 0 : short_by / mine.bytes + 1;
+    for (; taken <= mine.most && tries_left_ > 0; ++taken) {
+      const int64_t there = distance + taken * mine.bytes;
+      if (there >= high_) break;
+      if (finds_one(step + 1, there)) return true;
+    }
+    return false;
+  }
+
+  std::array<Step, 2 * TensorInfo::kMaxDims + 1> steps_{};  // the largest first; an empty one last
+  int num_steps_ = 0;
+  int64_t least_, low_, high_;
+  int tries_left_ = 4096;
+};
+
+bool share_memory(const TensorInfo& a, const TensorInfo& b) {
+  if (!a.defined || !b.defined || a.numel() == 0 || b.numel() == 0) return false;
+  const auto begin_a = reinterpret_cast<uintptr_t>(a.data);
+  const auto begin_b = reinterpret_cast<uintptr_t>(b.data);
+  if (begin_a + span_bytes(a) <= begin_b || begin_b + span_bytes(b) <= begin_a) return false;
+  return MeetingSearch(a, b).finds_one();
+}
+
+}  // namespace
 
 void Checker::fail(const std::string& argument, const std::string& expected,
                    const std::string& got) const {
@@ -109,6 +191,12 @@ void Checker::no_overlap(const TensorInfo& tensor) const {
                   " elements lie between two steps"));
     }
     reach += (tensor.size(next) - 1) * tensor.stride(next);
+  }
+}
+
+void Checker::apart(const TensorInfo& tensor, const TensorInfo& other) const {
+  if (share_memory(tensor, other)) {
+    fail(tensor.name, concat("in memory that ", other.name, " does not use"), "memory of both");
   }
 }
 

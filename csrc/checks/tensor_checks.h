@@ -32,6 +32,10 @@ class Checker {
   // No two elements of an output share memory (judged by its strides: interleavings that happen not
   // to meet are refused too).
   void no_overlap(const TensorInfo& tensor) const;
+  // No element of an output lies in memory of the other tensor, where there is one. Judged by the
+  // elements, not by first and last byte: outputs may be interleaved with anything. What takes too
+  // long to tell, of strides that have little to do with each other, is taken.
+  void apart(const TensorInfo& tensor, const TensorInfo& other) const;
   void in_range(const char* argument, int64_t value, int64_t low, int64_t high) const;
   [[noreturn]] void fail(const std::string& argument, const std::string& expected,
                          const std::string& got) const;

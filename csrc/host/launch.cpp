@@ -53,8 +53,11 @@ const char* name_of(ScalarType scalar_type) {
 TensorInfo info(const char* name, const Tensor& tensor) {
   TensorInfo result;
   result.name = name;
-  result.defined = tensor.defined();
-  if (!result.defined) return result;
+  result.defined = true;
+  if (!tensor.defined()) {  // None where a tensor must be: the check of its dtype refuses it
+    result.dtype_name = "None";
+    return result;
+  }
   result.dims = static_cast<int>(tensor.dim());
   // More dimensions than any operator takes are cut off: the shape check refuses what is left.
   result.dims = std::min(result.dims, TensorInfo::kMaxDims);

@@ -23,6 +23,7 @@ from rich.table import Table
 from . import demo_media
 from .config import DENSE_ATTENTION
 from .demo_checkpoint import BOS, make_checkpoint
+from .demo_reference import greedy_answer, load_reference
 from .engine import Engine
 from .model import Model
 from .scheduler import Request
@@ -61,36 +62,14 @@ def serve(engine: Engine, texts: dict[str, list[int]], console: Console) -> dict
     return requests
 
 
-def load_reference(folder: Path) -> Any:
-    """transformers' model of a checkpoint, with its eager attention."""
-    from transformers import MiniMaxM3SparseForConditionalGeneration
-
-    return MiniMaxM3SparseForConditionalGeneration.from_pretrained(
-        folder, attn_implementation="eager"
-    )
-
-
 def transformers_answers(
     model: Any, texts: dict[str, list[int]], console: Console
 ) -> dict[str, tuple[list[int], torch.Tensor]]:
-    """(answer, margins [tokens]) of each prompt from transformers' eager attention.
-
-    A margin is how far the chosen token's logit is above the next one: what rounding may not
-    exceed.
-    """
+    """(answer, margins [tokens]) of each prompt."""
     answers = {}
     for name, text in texts.items():
         with console.status(f"transformers: {name}"):
-            result = model.generate(
-                torch.tensor([text]),
-                attention_mask=torch.ones(1, len(text), dtype=torch.int64),
-                max_new_tokens=NEW_TOKENS,
-                do_sample=False,
-                return_dict_in_generate=True,
-                output_logits=True,
-            )
-        best, second = torch.cat(result.logits).topk(2).values.unbind(-1)
-        answers[name] = result.sequences[0, len(text) :].tolist(), best - second
+            answers[name] = greedy_answer(model, text, NEW_TOKENS)
     return answers
 
 

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .demo_checkpoint import BOS, END, EOS, IMAGE, START, TURN, VIDEO, byte_letters
+from .demo_reference import greedy_answer
 from .vision import segments_of
 
 NEW_TOKENS = 24
@@ -185,22 +186,6 @@ def text_of(tokens: Sequence[int]) -> str:
     return "".join(letters[token] for token in tokens if token < 256)
 
 
-def reference_answer(model: Any, ask: Ask) -> tuple[list[int], list[int], float]:
-    """(prompt, answer, least margin between the best logit and the next) of transformers."""
-    ids, inputs = prompt_of(ask)
-    result = model.generate(
-        torch.tensor([ids]),
-        attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **inputs,
-    )
-    best, second = torch.cat(result.logits).topk(2).values.unbind(-1)
-    return ids, result.sequences[0, len(ids) :].tolist(), float((best - second).min())
-
-
 # The processes.
 
 
@@ -295,7 +280,12 @@ class Servers:
 def check_and_tabulate(
     answers: dict[str, dict[str, Any]], references: dict[str, tuple[list[int], list[int], float]]
 ) -> tuple[Table, list[str]]:
-    """(one row a request, what differs from transformers or from what it should show)."""
+    """(one row a request, what differs from transformers or from what it should show).
+
+    Args:
+        answers: of the gateway, by the request's name.
+        references: (prompt, answer, least margin) of transformers.
+    """
     table, failures = Table("request"), []
     for header in ("prompt\ntokens", "of media", "cached", "new\ntokens", "equal", "least\nmargin"):
         table.add_column(header, justify="right")
@@ -346,7 +336,9 @@ def run(servers: Servers, model: Any, console: Console) -> list[str]:
     references = {}
     for name, ask in asks.items():
         with console.status(f"transformers: {name}"):
-            references[name] = reference_answer(model, ask)
+            ids, inputs = prompt_of(ask)
+            answer, margins = greedy_answer(model, ids, NEW_TOKENS, **inputs)
+            references[name] = ids, answer, float(margins.min())
     table, failures = check_and_tabulate(answers, references)
     console.print(table)
     return failures

@@ -161,15 +161,18 @@ class Engine:
                     f"media[{index}]: grid must be positive, its sides multiples of "
                     f"{config.merge}, got {medium.grid}"
                 )
-            shape = (frames * gh * gw, config.row_width)
-            if tuple(medium.patches.shape) != shape:
+            rows = frames * gh * gw
+            shapes = [[rows, config.row_width]]
+            if frames == 1:
+                shapes.append([rows, config.frame_width])
+            if list(medium.patches.shape) not in shapes:
                 raise ValueError(
-                    f"media[{index}]: patches must be {list(shape)} for the grid {medium.grid}, "
-                    f"got {list(medium.patches.shape)}"
+                    f"media[{index}]: patches must be {' or '.join(map(str, shapes))} for the grid "
+                    f"{medium.grid}, got {list(medium.patches.shape)}"
                 )
-            if medium.tokens != shape[0] // config.merge**2:
+            if medium.tokens != rows // config.merge**2:
                 raise ValueError(
-                    f"media[{index}]: spans must hold {shape[0] // config.merge**2} tokens for the "
+                    f"media[{index}]: spans must hold {rows // config.merge**2} tokens for the "
                     f"grid {medium.grid}, got {medium.tokens}"
                 )
 

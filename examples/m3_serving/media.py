@@ -22,7 +22,8 @@ class Medium:
     spans: tuple[tuple[int, int], ...]
     """(offset, length) in the prompt of its placeholders, in tokens; rows are given out in order"""
     patches: Tensor
-    """[rows, row width] uint8 pixels, or floating and normalised"""
+    """[rows, row width] uint8 pixels, or floating and normalised; an image's may hold one frame a
+    row, see `VisionTower.encode`"""
     grid: tuple[int, int, int]
     """[T, gh, gw] in patches; rows = T * gh * gw"""
 

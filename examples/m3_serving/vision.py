@@ -41,9 +41,14 @@ class VisionConfig:
     std: tuple[float, ...]
 
     @property
+    def frame_width(self) -> int:
+        """Numbers in a row of patches that holds one frame: channel, y, x."""
+        return len(self.mean) * self.patch**2
+
+    @property
     def row_width(self) -> int:
         """Numbers in a row of patches: channel, frame, y, x."""
-        return len(self.mean) * self.temporal * self.patch**2
+        return self.temporal * self.frame_width
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "VisionConfig":
@@ -135,10 +140,11 @@ class VisionTower:
         """(x - 255 mean) / (255 std) of each channel.
 
         Args:
-            patches: [rows, row width] uint8, on the tower's device.
+            patches: [rows, row width] uint8, on the tower's device; or [rows, frame width].
 
         Returns:
-            [rows, row width] of the tower's dtype, worked out in float32.
+            [rows, row width] of the tower's dtype, worked out in float32; a frame that is alone in
+            its row is repeated.
         """
         config = self.config
         return msa_kernels.normalize_patches(
@@ -150,6 +156,12 @@ class VisionTower:
             dtype=self.dtype,
         )
 
+    def _repeat_frames(self, patches: Tensor) -> Tensor:
+        """The same of numbers that are normalised already."""
+        config = self.config
+        frames = patches.to(self.dtype).unflatten(1, (len(config.mean), -1, config.patch**2))
+        return frames.expand(-1, -1, config.temporal, -1).flatten(1)
+
     @torch.inference_mode()
     def encode(self, patches: Tensor, grid: tuple[int, int, int]) -> Tensor:
         """The embeddings of one medium's placeholder tokens.
@@ -157,7 +169,8 @@ class VisionTower:
         Segment by segment, so that memory for activations does not grow with a clip's length.
 
         Args:
-            patches: [T * gh * gw, row width], uint8 pixels or normalised numbers, any device.
+            patches: [T * gh * gw, row width], uint8 pixels or normalised numbers, any device; an
+                image's may be [gh * gw, frame width].
             grid: [T, gh, gw] in patches.
 
         Returns:
@@ -168,8 +181,8 @@ class VisionTower:
             rows = segment[0] * segment[1] * segment[2]
             part = patches[start : start + rows].to(self.device)
             start += rows
-            part = self.normalise(part) if part.dtype == torch.uint8 else part.to(self.dtype)
+            prepare = self.normalise if part.dtype == torch.uint8 else self._repeat_frames
             grid_row = torch.tensor([segment], device=self.device)
-            hidden = self._tower(part, grid_thw=grid_row).last_hidden_state
+            hidden = self._tower(prepare(part), grid_thw=grid_row).last_hidden_state
             features.append(self._projector(hidden.squeeze(0)))
         return torch.cat(features)

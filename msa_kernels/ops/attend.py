@@ -76,7 +76,8 @@ def sparse_prefill(
             then to rounding. Costs speed where selections are coherent (docs/numerics.md).
         out: [T, Hq, D] of q's dtype to write into, token and head strides free; allocated when
             None. Must not overlap an input.
-        lse: [T, Hq] float32 to write into, strides free; only together with `out`.
+        lse: [T, Hq] float32 to write into, strides free; only together with `out`, which it must
+            not overlap, nor an input.
 
     Returns:
         out [T, Hq, D] in q's dtype, or (out, lse [T, Hq] float32, natural logarithm) with
@@ -220,7 +221,8 @@ def paged_decode(
         max_seqlen_k: host hint, tokens; the same.
         out: [T, Hq, D] of q's dtype to write into, token and head strides free; allocated when
             None. Must not overlap an input.
-        lse: [T, Hq] float32 to write into, strides free; only together with `out`.
+        lse: [T, Hq] float32 to write into, strides free; only together with `out`, which it must
+            not overlap, nor an input.
 
     Returns:
         out [T, Hq, D] in q's dtype, or (out, lse [T, Hq] float32, natural logarithm).

@@ -25,7 +25,7 @@ def merge_lse(
             many separate tensors [T, H].
         out: [T, H, D] of outs' dtype to write into, token and head strides free; given together
             with `lse`, for stacked parts only. Must not overlap the inputs.
-        lse: [T, H] float32 to write into.
+        lse: [T, H] float32 to write into. Must not overlap the inputs or `out`.
 
     Returns:
         (out [T, H, D] in outs' dtype, lse [T, H] float32).

@@ -37,7 +37,7 @@ def index_score(
             and at most a rounding of the scores (docs/numerics.md). The CPU does not use it.
         max_seqlen_k: host hint, largest seq_len in tokens; taken, and used by no kernel so far.
         out: [Hi, T, max_pages] float32 to write into, strides free; allocated (contiguous) when
-            None.
+            None. Must not overlap an input.
 
     Returns:
         [Hi, T, max_pages] float32. -inf where the block is not visible (`j > pos // 128`), for

@@ -24,7 +24,8 @@ def topk_blocks(
         init_blocks: the first blocks, always selected; they count among the K.
         local_blocks: the last visible blocks, always selected; they count among the K.
             init_blocks + local_blocks must not exceed `topk`.
-        out: [Hi, T, K] int32 to write into, strides free; allocated (contiguous) when None.
+        out: [Hi, T, K] int32 to write into, strides free; allocated (contiguous) when None. Must
+            not overlap an input.
 
     Returns:
         ids [Hi, T, K] int32: min(K, visible) block ids, ascending, then -1.
@@ -88,7 +89,8 @@ def select_blocks(
         max_seqlen_k: host hint, largest seq_len in tokens. Where it says that most of a wide table
             is empty, CUDA scores more query tokens at a time and takes the top-k of shorter rows; a
             wrong one costs speed alone.
-        out: [Hi, T, K] int32 to write into, strides free; allocated (contiguous) when None.
+        out: [Hi, T, K] int32 to write into, strides free; allocated (contiguous) when None. Must
+            not overlap an input.
 
     Returns:
         ids [Hi, T, K] int32: min(K, pos // 128 + 1) block ids of the request, ascending, then -1;

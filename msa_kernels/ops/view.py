@@ -40,6 +40,9 @@ def _refuse(argument: str, expected: str, got: object) -> NoReturn:
 
 def _check_cache(name: str, cache: Tensor, ids: Tensor) -> None:
     """What the operator cannot see: it gets the caches' strides only."""
+    for argument, tensor in (("ids", ids), (name, cache)):
+        if not isinstance(tensor, Tensor):
+            _refuse(argument, "a tensor", tensor)
     if cache.device != ids.device:
         _refuse(name, f"on {ids.device}, the device of ids", cache.device)
     if cache.dtype not in _CACHE_DTYPES:
@@ -103,7 +106,8 @@ def decode_view(
             `k_cache`, since one page table serves both.
         page_table: [T * Hkv, K] int32 to write into, strides free; given together with `kv_lens`,
             for engines whose attention reads fixed tensors. Must not overlap an input.
-        kv_lens: [T * Hkv] int32 to write into, any stride.
+        kv_lens: [T * Hkv] int32 to write into, any stride. Must not overlap an input or
+            `page_table`; both may be columns of one tensor.
 
     Returns:
         A `DecodeView`; of the given tensors where there are any.

@@ -30,7 +30,7 @@ def write_cache(
         k_cache: [pages, Hkv, 128, D], strided (see `sparse_prefill`), written in place; dtype of
             `k`, or float8_e4m3fn.
         v_cache: [pages, Hkv, 128, D], the same rules; may be the other half of one interleaved
-            tensor.
+            tensor. No element of a cache may be another cache's too.
         index_k_cache: [pages, 128, Di], page and token strides free; dtype of `index_k`.
         k_scale: float, or float32 tensor of 1 or Hkv elements, for a float8_e4m3fn `k_cache` only:
             stored = round_to_nearest_even(k / k_scale), saturated to +-448. None means 1.

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.examples.conftest import media_checkpoint as media_checkpoint  # a fixture
+
 
 @pytest.fixture(autouse=True)
 def one_thread():

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("av")
 
-from bench.gateway import load
+from bench.gateway import load, material, wire
 from bench.gateway.__main__ import main
 from bench.gateway.processes import use_of
 
@@ -79,6 +79,17 @@ def test_use_counts_children_and_those_that_ended():
     assert use.children_cpu_s > 0.1 and use.children_bytes > 1 << 20 and use.own_bytes > 1 << 20
 
 
-def test_arguments_are_checked():
+def test_a_photos_way_to_the_worker_is_measured(media_checkpoint):
+    results = list(wire.run(material.photo(240, 320), media_checkpoint, 0.2, 2))
+    assert [one.transport for one in results] == [*wire.TRANSPORTS] * 2
+    for one in results:
+        assert one.num_bytes == 252 * 308 * 3
+        assert min(one.decoded_ms, one.sent_ms) > 0 and one.worker_ms >= 0
+    table = rows_of(wire.table(results))
+    assert [row[:2] for row in table[1:]] == [[name, "232,848"] for name in wire.TRANSPORTS]
+
+
+@pytest.mark.parametrize("arguments", [["everything"], ["wire"]])
+def test_arguments_are_checked(arguments):
     with pytest.raises(SystemExit):
-        main(["everything"])
+        main(arguments)

@@ -42,6 +42,19 @@ def test_json_round_trip(tmp_path):
     assert set(asked.split()) <= names
 
 
+def test_a_line_that_was_cut_costs_no_other(tmp_path):
+    path = tmp_path / "r.jsonl"
+    rows.append(path, [make(1.0), make(2.0)])
+    path.write_bytes(path.read_bytes()[:-200])
+    assert rows.read(path) == [make(1.0)]
+    rows.append(path, [make(4.0)])
+    assert rows.read(path) == [make(1.0), make(4.0)]
+    for line in ("nothing", "{}", "[]", "1", '{"op": }'):
+        path.write_text(f"{make().to_json()}\n{line}\n")
+        with pytest.raises(ValueError, match=r"r\.jsonl, line 2, is no row"):
+            rows.read(path)
+
+
 def test_unknown_fields_of_newer_files_are_left_out():
     line = json.dumps({**json.loads(make().to_json()), "invented_later": 1})
     assert Row.from_json(line) == make()

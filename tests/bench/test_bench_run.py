@@ -40,6 +40,16 @@ def test_every_operator_runs(op, tmp_path):
         assert row.max_err < 1e-2 and row.peak_share > 0 and row.flush == "none"
 
 
+@pytest.mark.parametrize("preset", ["operators", "decode-sweep", "fp8-caches"])
+def test_presets_run_from_start_to_end(preset, tmp_path):
+    code, found = run("all", "--preset", preset, "--peers", "table", tmp_path=tmp_path)
+    asked = cases.expand(["all"], [preset], shrink=True)
+    assert code == 0 and {(row.op, row.phase, row.dtype, row.pattern) for row in found} == {
+        (case.op, case.phase, case.dtype, case.pattern) for case in asked
+    }
+    assert all(row.ok and row.us > 0 for row in found)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes(dtype, tmp_path):
     ops = ("select_blocks", "sparse_decode", "write_cache", "decode_step")
@@ -127,6 +137,36 @@ def test_a_failing_operator_is_a_row(monkeypatch, tmp_path):
     assert code == 0
     row = next(row for row in found if row.op == "merge_lse")
     assert (row.us, row.reason) == (None, "RuntimeError: no such luck")
+
+
+def test_a_case_that_cannot_be_timed_does_not_end_the_run(monkeypatch, tmp_path, capsys):
+    measure = runner.Clock.measure
+
+    def fail_once(self, calls, seed=0):
+        if "ours" in calls:
+            monkeypatch.setattr(runner.Clock, "measure", measure)
+            raise torch.OutOfMemoryError("no room")
+        return measure(self, calls, seed)
+
+    monkeypatch.setattr(runner.Clock, "measure", fail_once)
+    words = ("topk_blocks", "--quick", "--peers", "torch")
+    code, (failed, timed) = run(*words, tmp_path=tmp_path)
+    assert code == 0 and timed.us > 0 and timed.peer_us > 0
+    assert (failed.phase, failed.us, failed.reason) == ("prefill", None, "out of memory")
+    assert "none ours - (out of memory)" in capsys.readouterr().out
+
+
+def test_a_lost_context_ends_the_run_and_keeps_its_rows(monkeypatch, tmp_path, capsys):
+    whole = runner.Run.run
+
+    def lose(self, case):
+        if case.phase == "decode":
+            raise runner.ContextLost("the CUDA context is lost: told so")
+        return whole(self, case)
+
+    monkeypatch.setattr(runner.Run, "run", lose)
+    code, (kept,) = run("topk_blocks", "--quick", tmp_path=tmp_path)
+    assert code == 2 and kept.us > 0 and "told so" in capsys.readouterr().err
 
 
 def test_an_operator_that_is_not_built_leaves_the_peers(monkeypatch, tmp_path):

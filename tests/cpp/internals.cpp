@@ -85,6 +85,8 @@ PYBIND11_MODULE(_internals, module) {
                               const Described& tensor) { self.check.aligned_rows(tensor.info); })
       .def("no_overlap", [](const OwningChecker& self,
                             const Described& tensor) { self.check.no_overlap(tensor.info); })
+      .def("apart", [](const OwningChecker& self, const Described& tensor,
+                       const Described& other) { self.check.apart(tensor.info, other.info); })
       .def("in_range",
            [](const OwningChecker& self, const char* argument, int64_t value, int64_t low,
               int64_t high) { self.check.in_range(argument, value, low, high); });

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.m3_serving import Engine
 from examples.m3_serving.config import ModelConfig
+from examples.m3_serving.demo_reference import greedy_answer, load_reference
 from examples.m3_serving.model import Model
 from examples.m3_serving.weights import load_weights
 
@@ -60,6 +61,14 @@ def poisoned(engine: Engine) -> Engine:
             if pool is not None:
                 pool.fill_(float("nan"))
     return engine
+
+
+def transformers_answer(model, prompt: list[int], new_tokens: int, **inputs) -> list[int]:
+    """The greedy answer of transformers, stop tokens and all, if rounding cannot decide it."""
+    options = {"eos_token_id": None, "pad_token_id": 0, **inputs}
+    answer, margins = greedy_answer(model, prompt, new_tokens, **options)
+    assert float(margins.min()) > 1e-4
+    return answer
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -148,11 +157,7 @@ def media_engine(media_checkpoint: Path):
 @pytest.fixture(scope="session")
 def media_oracle(media_checkpoint: Path):
     """transformers' whole model of the same checkpoint."""
-    import transformers
-
-    return transformers.MiniMaxM3SparseForConditionalGeneration.from_pretrained(
-        media_checkpoint, attn_implementation="eager"
-    )
+    return load_reference(media_checkpoint)
 
 
 @pytest.fixture(scope="session")

@@ -14,12 +14,12 @@ pytest.importorskip("PIL")
 pytest.importorskip("av")
 sys.path.insert(0, str(Path(__file__).with_name("gateway")))
 
-from gateway_media import FAMILY, GEOMETRY, GOLDEN, pattern
+from gateway_media import FAMILY, GEOMETRY, GOLDEN, normalise, pattern
 from tokenizers import Tokenizer
 
 from examples.m3_serving import demo_media
 from examples.m3_serving.demo_checkpoint import SPECIALS, VIDEO, byte_letters, byte_tokenizer
-from examples.m3_serving.gateway.pixels import PatchWriter, normalise
+from examples.m3_serving.gateway.pixels import PatchWriter
 from examples.m3_serving.gateway.protocols import MediaOptions
 
 
@@ -27,7 +27,7 @@ def gateways_patches(frames):
     writer = PatchWriter(len(frames), *frames[0].shape[:2], GEOMETRY)
     for index, frame in enumerate(frames):
         writer.put(index, frame)
-    return normalise(writer.finish(), GEOMETRY), list(writer.grid)
+    return normalise(writer.finish()), list(writer.grid)
 
 
 def test_the_clips_reference_is_what_the_golden_values_pin():

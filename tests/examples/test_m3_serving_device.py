@@ -141,7 +141,7 @@ def test_an_image_is_seen(device, require, media_checkpoint):
     options = {"dtype": torch.bfloat16, "vision": True, "cache_tokens": 1024}
     engine = poisoned(Engine.from_folder(media_checkpoint, device=device, **options))
     draw = torch.Generator().manual_seed(1)
-    patches = torch.randint(0, 256, (280, 1176), generator=draw, dtype=torch.uint8)
+    patches = torch.randint(0, 256, (280, 588), generator=draw, dtype=torch.uint8)
     medium = Medium("a", ((100, 70),), patches, (1, 14, 20))
     before, after = random_tokens(100, 30)
     request = engine.add_request(

@@ -4,14 +4,14 @@ import dataclasses
 
 import hypothesis.strategies as st
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 
 from examples.m3_serving import Engine, SamplingParams
 from examples.m3_serving.config import DENSE_ATTENTION
+from examples.m3_serving.demo_reference import load_reference
 from examples.m3_serving.model import Model
 from examples.m3_serving.scheduler import State
-from tests.examples.conftest import NEW_TOKENS
+from tests.examples.conftest import NEW_TOKENS, transformers_answer
 
 DRAWN = SamplingParams(temperature=1.0, top_p=0.9, seed=11)
 
@@ -23,29 +23,12 @@ def serve(engine, texts, **options):
 
 @pytest.fixture(scope="session")
 def oracle(checkpoints):
-    import transformers
-
-    return transformers.MiniMaxM3SparseForConditionalGeneration.from_pretrained(
-        checkpoints["released"], attn_implementation="eager"
-    )
+    return load_reference(checkpoints["released"])
 
 
 @pytest.mark.parametrize("name", ["one", "edge", "a", "b", "c", "d"])
 def test_answers_are_those_of_transformers(oracle, texts, answers, name):
-    text = texts[name]
-    result = oracle.generate(
-        torch.tensor([text]),
-        attention_mask=torch.ones(1, len(text), dtype=torch.int64),
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    best, second = torch.cat(result.logits).topk(2).values.unbind(-1)
-    assert float((best - second).min()) > 1e-4  # else rounding alone could decide these tests
-    assert answers[name] == result.sequences[0, len(text) :].tolist()
+    assert answers[name] == transformers_answer(oracle, texts[name], NEW_TOKENS)
 
 
 def test_selection_and_experts_matter_to_these_answers(model, texts, answers):

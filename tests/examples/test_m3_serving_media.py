@@ -12,7 +12,7 @@ from examples.m3_serving.cache import page_key
 from examples.m3_serving.media import FeatureCache, Medium, PromptMedia
 from examples.m3_serving.scheduler import State
 from examples.m3_serving.vision import VisionConfig, segments_of
-from tests.examples.conftest import IMAGE_ID, VIDEO_ID
+from tests.examples.conftest import IMAGE_ID, VIDEO_ID, transformers_answer
 
 START, END = 260, 261
 NEW = 12
@@ -75,23 +75,10 @@ PROMPTS = {
 def reference(media_oracle, media_engine):
     """Greedy answers of transformers."""
     tower = media_engine(cache_tokens=128).tower
-    answers = {}
-    for name, prompt in PROMPTS.items():
-        result = media_oracle.generate(
-            torch.tensor([prompt.ids]),
-            attention_mask=torch.ones(1, len(prompt.ids), dtype=torch.int64),
-            max_new_tokens=NEW,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-            **prompt.for_transformers(tower),
-        )
-        best, second = torch.cat(result.logits).topk(2).values.unbind(-1)
-        assert float((best - second).min()) > 1e-4  # else rounding could decide these tests
-        answers[name] = result.sequences[0, len(prompt.ids) :].tolist()
-    return answers
+    return {
+        name: transformers_answer(media_oracle, prompt.ids, NEW, **prompt.for_transformers(tower))
+        for name, prompt in PROMPTS.items()
+    }
 
 
 def add(engine, prompt, **options):
@@ -313,7 +300,14 @@ def test_pieces_cut_spans_at_both_sides():
         ({"grid": (1, 7, 40)}, r"media\[0\]: grid must be positive, its sides multiples of 2"),
         ({"grid": (0, 14, 20)}, r"media\[0\]: grid must be positive"),
         ({"grid": (2, 14, 20)}, r"media\[0\]: patches must be \[560, 1176\] .*, got \[280, 1176\]"),
-        ({"patches": torch.zeros(280, 588, dtype=torch.uint8)}, r"got \[280, 588\]"),
+        (
+            {"patches": torch.zeros(280, 392, dtype=torch.uint8)},
+            r"must be \[280, 1176\] or \[280, 588\] for the grid \(1, 14, 20\), got \[280, 392\]",
+        ),
+        (
+            {"grid": (2, 14, 10), "patches": torch.zeros(280, 588, dtype=torch.uint8)},
+            r"must be \[280, 1176\] for the grid \(2, 14, 10\), got \[280, 588\]",
+        ),
     ],
 )
 def test_media_that_do_not_fit_are_refused(media_engine, change, message):
@@ -357,6 +351,30 @@ def test_uint8_and_normalised_patches_give_the_same_features(media_engine):
     assert torch.equal(tower.encode(medium.patches, medium.grid), tower.encode(floats, medium.grid))
 
 
+def test_an_image_may_come_with_its_frame_once(media_engine):
+    """As pixels and as numbers: features to the bit of those with the frame twice."""
+    tower = media_engine(cache_tokens=128).tower
+    medium = PROMPTS["image"].media[0]
+    once = medium.patches.view(-1, 3, 2, 196)[:, :, :1]
+    twice = once.expand(-1, -1, 2, -1).flatten(1)
+    once = once.flatten(1)
+    wanted = tower.encode(twice, medium.grid)
+    assert torch.equal(tower.encode(once, medium.grid), wanted)
+    floats = tower.normalise(once).view(-1, 3, 2, 196)[:, :, 0].flatten(1)
+    assert floats.shape == (280, 588)
+    assert torch.equal(tower.encode(floats, medium.grid), wanted)
+    prompt = PROMPTS["image"]
+    answers = []
+    for patches in (once, twice):
+        engine = media_engine(cache_tokens=1024)
+        media = [dataclasses.replace(medium, patches=patches)]
+        request = engine.add_request(prompt.ids, media=media, max_new_tokens=NEW, ignore_eos=True)
+        while engine.has_work:
+            engine.step()
+        answers.append(request.generated)
+    assert answers[0] == answers[1]
+
+
 def test_segments_are_the_reference_processors():
     golden = Path(__file__).with_name("gateway") / "golden.json"
     for clip in json.loads(golden.read_text())["videos"]:
@@ -367,4 +385,4 @@ def test_segments_are_the_reference_processors():
 def test_vision_config(media_checkpoint):
     config = VisionConfig.from_folder(media_checkpoint)
     assert (config.image_token_id, config.video_token_id) == (IMAGE_ID, VIDEO_ID)
-    assert config.row_width == 1176
+    assert (config.frame_width, config.row_width) == (588, 1176)

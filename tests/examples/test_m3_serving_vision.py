@@ -55,14 +55,13 @@ def test_dtype(media_checkpoint):
     assert float((features.float() - wide).abs().mean()) < 0.05 * float(wide.abs().mean())
 
 
-def test_the_affine_is_the_gateways(media_checkpoint):
-    """Bit for bit, and that one is held to the golden values."""
+def test_the_affine_is_that_of_the_golden_values(media_checkpoint):
+    """Bit for bit the function that turns the gateway's rows into them."""
     pytest.importorskip("PIL")
-    from examples.m3_serving.gateway.families.shared import CLIP_PATCHES_14
-    from examples.m3_serving.gateway.pixels import normalise
+    from tests.examples.gateway.gateway_media import normalise
 
     tower = VisionTower.from_folder(media_checkpoint)
-    wanted = normalise(PATCHES.numpy(), CLIP_PATCHES_14)
+    wanted = normalise(PATCHES.numpy())
     np.testing.assert_array_equal(tower.normalise(PATCHES).numpy(), wanted)
     narrow = VisionTower.from_folder(media_checkpoint, dtype=torch.bfloat16)
     assert torch.equal(narrow.normalise(PATCHES), torch.from_numpy(wanted).bfloat16())

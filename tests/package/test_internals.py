@@ -75,6 +75,48 @@ def test_overlap():
     assert "stride 0 in dimension 1" in message(check.no_overlap, tensor(strides=(128, 0, 1)))
 
 
+@given(data=st.data())
+def test_memory_of_both(data):
+    """Against the sets of bytes that two tensors have."""
+
+    def any_tensor(name):
+        dims = data.draw(st.integers(0, 3))
+        sizes = data.draw(st.lists(st.integers(0, 3), min_size=dims, max_size=dims))
+        strides = data.draw(st.lists(st.integers(0, 20), min_size=dims, max_size=dims))
+        dtype, size = data.draw(st.sampled_from([("float32", 4), ("uint8", 1), ("int64", 8)]))
+        address = 4096 + data.draw(st.integers(0, 300))
+        offsets = {address}
+        for count, stride in zip(sizes, strides, strict=True):
+            offsets = {place + i * stride * size for place in offsets for i in range(count)}
+        used = {place + byte for place in offsets for byte in range(size)}
+        return tensor(name, dtype, sizes, strides, address=address), used
+
+    out, written = any_tensor("out")
+    ids, read = any_tensor("ids")
+    if written & read:
+        assert message(check.apart, out, ids) == (
+            "msa.sparse_prefill: out must be in memory that ids does not use, got memory of both"
+        )
+    else:
+        check.apart(out, ids)
+
+
+def test_memory_of_both_in_large_tensors():
+    """Told by a few steps, however many elements there are; or taken."""
+    page = 4 * 128 * 256  # elements of a page of 4 heads, K and V side by side
+    sizes, strides = (2**20, 4, 128, 128), (page, 128 * 256, 256, 1)
+    k = tensor("k_cache", sizes=sizes, strides=strides, address=2**20)
+    for distance, apart in [(256, True), (0, False), (254, False), (2 * page, False)]:
+        v = tensor("v_cache", sizes=sizes, strides=strides, address=2**20 + distance)
+        if apart:
+            check.apart(v, k)
+        else:
+            assert "k_cache does not use" in message(check.apart, v, k)
+    # Elements with even and with odd places never meet, which takes as long as there are rows.
+    even = tensor("out", "float32", (10**9, 4), (10, 2), address=2**20)
+    check.apart(even, tensor("q", "float32", (10**9, 4), (26, 2), address=2**20 + 4))
+
+
 def test_checks_do_not_need_the_device():
     outs = tensor("outs", sizes=(2, 3, 4, 128), device_index=7)
     internals.check_merge_lse(outs, tensor("lses", "float32", (2, 3, 4), device_index=7))

@@ -34,5 +34,5 @@ def test_only_hopper_kernels_are_kept_out_by_force():
 
 
 def test_unknown_device():
-    with pytest.raises(ValueError, match=r"msa\.is_supported: device must name one, got 'banana'"):
+    with pytest.raises(ValueError, match=r"msa\.is_supported: device must .*, got 'banana'"):
         is_supported("merge_lse", "banana", torch.float32)

@@ -10,7 +10,16 @@ import torch
 
 import msa_kernels
 from msa_kernels import reference
-from tests.inputs import BLOCK, FP8, guarded, make_case, same_bits, while_growing
+from tests.inputs import (
+    BLOCK,
+    FALSE_STARTS,
+    FP8,
+    false_starts,
+    guarded,
+    make_case,
+    same_bits,
+    while_growing,
+)
 from tests.tolerance import assert_ids, assert_selection
 
 WIDTHS = {16384: 150, 8192: 300, 1024: 2200, 512: 4300, 300: 7100}
@@ -157,6 +166,45 @@ def test_several_windows_and_out(device, require):
     assert msa_kernels.select_blocks(*case.index_args, out=out) is out
     untouched()
     assert_ids(out, expected)
+
+
+@pytest.mark.parametrize("kind", FALSE_STARTS)
+@pytest.mark.parametrize("width", [8192, 300])
+def test_starts_that_cannot_be(device, require, width, kind):
+    """Whatever cu_seqlens_q says, ids are written inside their view only, and a token that it still
+    places right has its ids."""
+    require("select_blocks", FP8, FP8)
+    case = large(width, 2, values="integer", device=device)
+    expected = reference.select_blocks(*case.index_args)
+    msa_kernels.select_blocks(*case.index_args)  # leaves bounds in the workspace
+    starts = false_starts(case, kind)
+    kept = int(case.cu_seqlens_q[-1]) - 8  # the second request has none of its tokens
+    out, untouched = guarded((2, kept, 16), torch.int32, device)
+    short = case.with_(index_q=case.index_q[:kept], cu_seqlens_q=starts)
+    msa_kernels.select_blocks(*short.index_args, out=out)
+    untouched()
+    if kind in ("more", "late"):
+        assert_ids(out[:, starts[0] :], expected[:, starts[0] : kept])
+    elif kind == "negative":
+        assert bool((out == -1).all())
+
+
+@pytest.mark.parametrize("length", [-(2**31), -(2**31) + 1000, -1, 2**31 - 1])
+def test_lengths_that_cannot_be(device, require, length):
+    """Whatever seq_lens says, ids are blocks of the table, and other requests keep theirs."""
+    require("select_blocks", FP8, FP8)
+    case = large(300, 2, values="integer", device=device)
+    expected = msa_kernels.select_blocks(*case.index_args)  # leaves bounds in the workspace
+    out, untouched = guarded(expected.shape, torch.int32, device)
+    lengths = case.seq_lens.clone()
+    lengths[0] = length
+    msa_kernels.select_blocks(*case.with_(seq_lens=lengths).index_args, out=out)
+    untouched()
+    assert bool(((out >= -1) & (out < 300)).all())
+    if length == -1:
+        assert bool((out[:, : case.lengths[0][0]] == -1).all())
+    others = slice(case.lengths[0][0], None)
+    assert_ids(out[:, others], expected[:, others])
 
 
 def test_twenty_runs_give_the_same_bits(device, require):

@@ -39,6 +39,16 @@ def check(op, case):
     return out, lse
 
 
+def test_scales_that_are_numbers_whatever_the_default_device(device, op):
+    """They are read on the host: a tensor of the default device would be copied to it."""
+    case = fp8_case(device=device)
+    function = getattr(msa_kernels, op)
+    expected = function(*case.attend_args, k_scale=0.5, v_scale=0.25)
+    with torch.device("meta"):
+        out = function(*case.attend_args, k_scale=0.5, v_scale=0.25)
+    assert same_bits(out, expected)
+
+
 @pytest.mark.parametrize("hq,hkv", HEADS)
 def test_heads(device, op, hq, hkv):
     """Scales that differ from head to head, and every selection that a tile of tokens may have."""

@@ -214,12 +214,17 @@ def test_duplicates_among_shared_blocks_count_twice():
 
 
 @pytest.mark.parametrize("share", [0.0, 0.9])
-def test_batch_invariant_calls_give_a_request_its_own_bits(share):
-    lengths = [(901, 6000), (1500, 9000), (1, 777), (300, 300), (100, 6000)]  # long and short calls
-    case = plan_case(lengths, padding_rows=0)
+@pytest.mark.parametrize(("hq", "topk"), [(64, 16), (32, 32), (8, 9)])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8], ids=dtype_name)
+def test_batch_invariant_calls_give_a_request_its_own_bits(cache_dtype, hq, topk, share):
+    """The whole batch is a long call, some requests alone are short ones; K is not always a
+    multiple of the slots that are merged at a time."""
+    lengths = [(901, 6000), (1500, 9000), (1, 777), (300, 300), (100, 6000)]
+    case = plan_case(lengths, padding_rows=0, hq=hq, topk=topk, cache_dtype=cache_dtype)
     case = case.with_(ids=shared_selection(case, share))
     check(case, batch_invariant=True)
-    out, lse = msa_kernels.sparse_prefill(*case.attend_args, return_lse=True, batch_invariant=True)
+    option = {"return_lse": True, "batch_invariant": True, **case.scales}
+    out, lse = msa_kernels.sparse_prefill(*case.attend_args, **option)
     begin = 0
     for request, (q_len, _) in enumerate(lengths):
         rows = slice(begin, begin + q_len)
@@ -232,8 +237,7 @@ def test_batch_invariant_calls_give_a_request_its_own_bits(share):
             case.block_table[request : request + 1],
             torch.tensor([0, q_len], dtype=torch.int32, device="cuda"),
             case.seq_lens[request : request + 1],
-            batch_invariant=True,
-            return_lse=True,
+            **option,
         )
         assert same_bits(single, out[rows]) and same_bits(single_lse, lse[rows])
 

@@ -10,8 +10,8 @@
 // Shared    factors of a block, one of each warp.
 // Also      sets the counters of the kernels that follow to zero, and finds for them where each
 //           token stands.
-// A NaN counts as 0: its score is NaN, whatever the bound. A block that is not there has factors of
-// 0; those of a block that no token sees fully stay unwritten, and unread.
+// A NaN counts as 0: its score is NaN, whatever the bound. A block that is not there, or that no
+// token sees fully, has factors of 0: nobody scores it again, whatever the lengths say.
 #pragma once
 
 #include "device/dependent_launch.cuh"
@@ -31,7 +31,7 @@ struct FactorParams {
   int32_t num_heads;
   float4* row_factors;    // [T * Hi]
   float4* block_factors;  // [B * max_pages]
-  int2* token_words;      // [T]: request, visible blocks; -1, 0 of a padding row
+  int2* token_words;      // [T]: request, visible blocks; -1, 0 of a token of none
   int32_t* counters;
   int64_t num_counters;
 };
@@ -89,8 +89,11 @@ __global__ void __launch_bounds__(kFactorThreads)
     const int64_t own = (blockIdx.x - num_blocks) * 128 + thread;
     if (own < batch.num_tokens) {
       const TokenPosition position = find_position(batch, static_cast<int32_t>(own));
-      params.token_words[own] = {position.request,
-                                 position.request < 0 ? 0 : visible_blocks(batch, position.pos)};
+      // Tokens before the first request's, where cu_seqlens_q does not begin with 0, are of none:
+      // they have no bounds, and lists have no room for them.
+      const bool is_real = position.request >= 0 && own >= first_token_of(batch, 0);
+      params.token_words[own] = {is_real ? position.request : -1,
+                                 is_real ? visible_blocks(batch, position.pos) : 0};
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -107,7 +110,10 @@ __global__ void __launch_bounds__(kFactorThreads)
 
   const int64_t request = blockIdx.x / batch.max_pages;
   const int64_t block = blockIdx.x - request * batch.max_pages;
-  if (block >= seq_len_of(batch, request) / kBlock) return;  // no token sees all of it
+  if (block >= seq_len_of(batch, request) / kBlock) {  // no token sees all of it
+    if (thread == 0) params.block_factors[blockIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    return;
+  }
   const int32_t page = page_of(batch, request, block);
   float largest = 0.0f;
   if (page >= 0 && page < params.index_k_cache.num_pages) {

@@ -86,35 +86,35 @@ __device__ __forceinline__ RequestLists request_lists(const BoundedRows& work, i
           (end - first) * work.num_heads};
 }
 
-// Where the best keys of a warp end: at least as many as wanted reach `begin`, no more than those
-// reach `end`.
+// Where the best keys of a warp end: at least as many as wanted reach `reached`, no more than those
+// reach `missed`.
 struct KeyCut {
-  uint32_t begin, end;
+  uint32_t reached, missed;  // keys
 };
 
-// By halving, of kEach keys a lane, of which `reaching` reach `begin`, as many as wanted or more.
+// By halving, of kEach keys a lane, of which `reaching` reach `reached`, as many as wanted or more.
 // Ends where as many as wanted are found, or `close` before the exact place.
 template <int kEach>
-__device__ __forceinline__ KeyCut cut_keys(const uint32_t (&keys)[kEach], uint32_t begin,
+__device__ __forceinline__ KeyCut cut_keys(const uint32_t (&keys)[kEach], uint32_t reached,
                                            int32_t reaching, int32_t wanted, uint32_t close) {
   uint32_t largest = keys[0];
 #pragma unroll
   for (int i = 1; i < kEach; ++i) largest = max(largest, keys[i]);
-  uint32_t end = __reduce_max_sync(kAllLanes, largest) + 1;
+  uint32_t missed = __reduce_max_sync(kAllLanes, largest) + 1;
 #pragma unroll 1
-  while (reaching > wanted && end - begin > close) {
-    const uint32_t middle = begin + (end - begin) / 2;
+  while (reaching > wanted && missed - reached > close) {
+    const uint32_t middle = reached + (missed - reached) / 2;
     int32_t count = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) count += __popc(__ballot_sync(kAllLanes, keys[i] >= middle));
     if (count >= wanted) {
-      begin = middle;
+      reached = middle;
       reaching = count;
     } else {
-      end = middle;
+      missed = middle;
     }
   }
-  return {begin, reaching == wanted ? begin : end};
+  return {reached, reaching == wanted ? reached : missed};
 }
 
 }  // namespace msa::select_blocks::sm90

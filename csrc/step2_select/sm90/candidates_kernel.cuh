@@ -16,9 +16,10 @@
 // Method    bounds as ordered integers (topk_row.cuh), lane l holds block 32 i + l:
 //   bound   the c-th largest of the lanes' best, less twice their errors: a first L
 //   compact what reaches it, by id, into a list of kRowEntries; bounds of the list are read again
-//   cut     between the c-th and the next of them, found by halving
+//   cut     between the c-th largest U of the list and the rest, found by halving
 //   search  where they are too many, an L by the c-th largest U, found bit by bit; then again. A
 //           row with too many even so is wide: all that reach L are scored.
+// Shared    list, of each row [kRowEntries] of block: 512 bytes.
 // Registers kValues keys a lane; kValues = 0: rows of any length, bounds read anew each pass.
 // Order     lists fill in any order, of which no result depends: a list is a set of rows.
 // Limits    c <= 32.
@@ -114,10 +115,10 @@ struct CandidateFinder {
     });
     uint32_t best = packed & ~(kMostSteps - 1);  // 0: none, or NaN alone
     if (best > 0) best = lower_key(best, error_of(first + 32 * (packed % kMostSteps)));
-    const uint32_t begin = max(__reduce_min_sync(kAllLanes, best), 1u);
-    const int32_t reaching = __popc(__ballot_sync(kAllLanes, best >= begin));
+    const uint32_t smallest = max(__reduce_min_sync(kAllLanes, best), 1u);
+    const int32_t reaching = __popc(__ballot_sync(kAllLanes, best >= smallest));
     if (reaching < capacity) return min(reaching, 1);
-    return cut_keys<1>({best}, begin, reaching, capacity, kClose).begin;
+    return cut_keys<1>({best}, smallest, reaching, capacity, kClose).reached;
   }
 
   // The same by the blocks with the `capacity` largest bounds.
@@ -184,44 +185,23 @@ struct CandidateFinder {
     if (lane == 0) work.row_words[row] = blocks.visible * 256 + entries;
   }
 
-  __device__ __forceinline__ void find() const {
-    const int32_t capacity = blocks.capacity;
-    const RequestLists lists = request_lists(work, request);
-    uint32_t least = first_bound(capacity);
-    int32_t listed = compact(max(least, 1u));
-    if (least == 0) {
-      least = 1;
-      listed = min(listed, kRowEntries);  // all are equal, and the first ones selected
-    }
-    if (listed > kRowEntries) {
-      least = max(least, better_bound(capacity));
-      __syncwarp();
-      listed = compact(least);
-    }
-    if (listed > kRowEntries) {
-      leave_word(kWideRow);
+  // A wide row: every block that reaches `least` is scored again, but those whose bound is exact.
+  __device__ __forceinline__ void join_all(const RequestLists& lists, uint32_t least) const {
+    leave_word(kWideRow);
 #pragma unroll 1
-      for (int32_t block = first; block < end; block += 32) {
-        const uint32_t key = source[block];
-        if (key >= least && key > 1 && error_of(block) > 0.0f) {
-          join(lists, block, 1u << (31 - kLogMostRows));
-        }
+    for (int32_t block = first; block < end; block += 32) {
+      const uint32_t key = source[block];
+      if (key >= least && key > 1 && error_of(block) > 0.0f) {
+        join(lists, block, 1u << (31 - kLogMostRows));
       }
-      return;
-    }
-
-    // Most lists would leave half of the warp's work to nothing.
-    if (listed <= 32) {
-      classify<1>(lists, least, listed);
-    } else {
-      classify<2>(lists, least, listed);
     }
   }
 
-  // What the entries of the list are, kEach a lane; all of them reach `least`.
+  // Cuts the `listed` blocks of the list, kEach a lane, which reach `least`: what is kept are the
+  // row's entries.
   template <int kEach>
-  __device__ __forceinline__ void classify(const RequestLists& lists, uint32_t least,
-                                           int32_t listed) const {
+  __device__ __forceinline__ void cut_list(const RequestLists& lists, int32_t listed,
+                                           uint32_t least) const {
     uint32_t key[kEach], low[kEach];
     int32_t block[kEach];
     float error[kEach];
@@ -233,21 +213,22 @@ struct CandidateFinder {
       error[i] = key[i] > 1 ? error_of(block[i]) : 0.0f;
       low[i] = lower_key(key[i], error[i]);
     }
-    // A cut that is not quite the best makes candidates, not errors.
-    const KeyCut best = cut_keys(key, least, listed, blocks.capacity, kClose);
-    uint32_t cut = ~0u, next = 0;
+    // Near enough will do: a cut that is not the best makes candidates, not errors.
+    const KeyCut found = cut_keys(key, least, listed, blocks.capacity, kClose);
+    // A lower bound of the c-th largest score, and the largest U of all entries but at most c.
+    uint32_t cut = ~0u, largest_left = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      if (key[i] >= best.begin) cut = min(cut, low[i]);
-      if (key[i] < best.end) next = max(next, key[i]);
+      if (key[i] >= found.reached) cut = min(cut, low[i]);
+      if (key[i] < found.missed) largest_left = max(largest_left, key[i]);
     }
     cut = __reduce_min_sync(kAllLanes, cut);
-    next = __reduce_max_sync(kAllLanes, next);
+    largest_left = __reduce_max_sync(kAllLanes, largest_left);
     const unsigned lower_lanes = (1u << lane) - 1;
     int32_t place = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const bool sure = low[i] > next;
+      const bool sure = low[i] > largest_left;
       const bool kept = key[i] > 0 && (sure || key[i] >= cut);
       const unsigned keeping = __ballot_sync(kAllLanes, kept);
       if (kept) {
@@ -265,6 +246,30 @@ struct CandidateFinder {
       place += __popc(keeping);
     }
     leave_word(place);
+  }
+
+  __device__ __forceinline__ void find() const {
+    const int32_t capacity = blocks.capacity;
+    const RequestLists lists = request_lists(work, request);
+    uint32_t least = first_bound(capacity);
+    int32_t listed = compact(max(least, 1u));
+    if (least == 0) {
+      least = 1;
+      listed = min(listed, kRowEntries);  // all are equal, and the first ones selected
+    }
+    if (listed > kRowEntries) {
+      least = max(least, better_bound(capacity));
+      __syncwarp();
+      listed = compact(least);
+    }
+    // Most lists would leave half of the warp's work to nothing.
+    if (listed > kRowEntries) {
+      join_all(lists, least);
+    } else if (listed <= 32) {
+      cut_list<1>(lists, listed, least);
+    } else {
+      cut_list<2>(lists, listed, least);
+    }
   }
 };
 

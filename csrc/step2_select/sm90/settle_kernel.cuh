@@ -5,8 +5,7 @@
 //
 // Grid      a warp a row.
 // Method    what is left to select ends at a score that is found by halving, of equal scores with
-// the
-//           lower block. A wide row has no list: the c-th largest of its scores is found bit by
+//           the lower block. A wide row has no list: the c-th largest of its scores is found bit by
 //           bit.
 // Next      sets the counters of the window's lists to zero, for the next window.
 #pragma once
@@ -59,7 +58,7 @@ struct RowSettler {
       open += __popc(__ballot_sync(kAllLanes, key[i] > 0));
     }
     // Sure ones are no more than are selected, and with the open ones no fewer.
-    const uint32_t least = left > 0 ? cut_keys(key, 1u, open, left, 1u).begin : ~0u;
+    const uint32_t least = left > 0 ? cut_keys(key, 1u, open, left, 1u).reached : ~0u;
     int32_t equal_left = left;  // of those at the cut the first
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {

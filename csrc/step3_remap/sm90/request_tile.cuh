@@ -1,15 +1,16 @@
 // Tiles of requests (prefill_plan.h): which tokens a tile has, and the blocks that they selected,
 // each once. Device functions of the plan of such a prefill and of sparse_decode's kernel.
 //
-// Shared    entries  block of each (token, k) of the tile, and the token's bit while it is not
-// listed
-//           present  a window of 32 blocks a thread, a bit each; before: blocks in the words before
+// Shared    entries  block of each (token, k) of the tile, and the token's bit until it is listed
+//           present  a window of 32 blocks a thread, a bit each
+//           before   of each thread: blocks in the words before its own
 //           list     of one pass: blocks, ascending, with the tokens that selected them
-// A pass    1 blocks of the entries into `present`   2 a prefix sum over its words   3 an entry's
-//           place is its block's rank: its token's bit goes there   4 the list to where it is
-//           wanted A block that a token lists twice is listed twice, the second time for that token
-//           alone: entries that find their bit set wait for the next pass. Longer contexts than a
-//           window take a pass a window.
+// A pass    1 blocks of the entries into `present`   2 a prefix sum over its words
+//           3 an entry's place is its block's rank: its token's bit goes there
+//           4 the list to where it is wanted
+// A block that a token lists twice is listed twice, the second time for that token alone: entries
+// that find their bit set wait for the next pass. Longer contexts than a window take a pass a
+// window.
 // What is made does not depend on the order of the atomics. Loads are three dependent ones: of the
 // requests, of ids, of pages. The loops are not unrolled: the code runs once, and is fetched once.
 #pragma once

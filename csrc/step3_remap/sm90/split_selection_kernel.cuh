@@ -10,10 +10,14 @@
 //           entries     block and place of each entry of the chunk
 //           histogram   leftovers of the chunk in each row of its requests, where these are few
 //                       enough; it takes the contention off the counters in memory
-// Steps     1 positions   2 entries into the tables   3 shared blocks of each place
-//           4 query-major or not, and the tile's list, ascending   5 leftovers into the histogram:
-//           each entry's rank in its row   6 slots: a prefix sum over the chunk's tokens, one
-//           allotment a chunk   7 the histogram into the counters: the chunk's base in each row
+// Steps     of split:
+//           1 positions
+//           2 entries into the tables
+//           3 shared blocks of each place
+//           4 query-major or not, and the tile's list, ascending
+//           5 leftovers into the histogram: each entry's rank in its row
+//           6 slots: a prefix sum over the chunk's tokens, one allotment a chunk
+//           7 the histogram into the counters: the chunk's base in each row
 // An entry's place among the pairs is row begin + chunk base + rank: scatter needs no atomics. What
 // is computed does not depend on the order of split's: lists are ranked by block, and a slot is
 // only a place in the workspace. A duplicate entry always is a leftover: as a part of its own it
@@ -130,6 +134,7 @@ static __global__ void __launch_bounds__(kThreads)
   const auto topk = static_cast<uint32_t>(params.ids.topk);
   const auto tile_tokens = static_cast<uint32_t>(sizes.tile_tokens);
   const auto places = static_cast<uint32_t>(sizes.tile_places);
+  // Step 1.
   const Chunk chunk = load_chunk(params, blockIdx.x, state.positions);
   const uint32_t entries = chunk.tokens * topk;
   auto* const tables = reinterpret_cast<Place*>(shared_memory + sizeof(SharedState));
@@ -154,6 +159,7 @@ static __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
 
+  // Step 2.
 #pragma unroll 1
   for (uint32_t entry = thread; entry < entries; entry += kThreads) {
     const uint32_t token = entry / topk, tile = token / tile_tokens;
@@ -171,6 +177,7 @@ static __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
 
+  // Step 3.
   const auto group_tokens = static_cast<int>(sizes.group_tokens);
   const uint32_t group_mask = (1u << group_tokens % 32) - 1;
 #pragma unroll 1
@@ -191,6 +198,7 @@ static __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
 
+  // Step 4.
   if (warp < chunk.tiles) {
     TileState& tile = state.tiles[warp];
     const int64_t index = chunk.head * sizes.tiles + chunk.first_tile + warp;
@@ -210,6 +218,7 @@ static __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
 
+  // Step 5.
   const int64_t first_unit = chunk.head * plan.num_tokens + chunk.first_token;
 #pragma unroll 1
   for (uint32_t entry = thread; entry < entries; entry += kThreads) {
@@ -229,6 +238,7 @@ static __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
 
+  // Step 6.
   const int count = thread < chunk.tokens ? __popc(state.leftover_mask[thread]) : 0;
   const int inclusive = sum_up_to_lane(count);
   if (lane == 31) state.warp_slots[warp] = inclusive;
@@ -257,6 +267,7 @@ static __global__ void __launch_bounds__(kThreads)
         static_cast<int32_t>(state.round);
   }
 
+  // Step 7.
   uint32_t* const counters = row_counters + first_row_of(params, chunk, state.round);
 #pragma unroll 1
   for (int row = thread; row < chunk.rows; row += kThreads) {

@@ -8,12 +8,14 @@
 //           pages      of each row, B * max_pages
 //           histogram  pairs of each row, then the row's first pair
 //           sorted     token and entry of each pair
-// Steps     1 all that is read, at once, into shared memory   2 the tokens' positions
-//           3 entries into the histogram: their rows and ranks   4 prefix sums over the CTA's rows:
-//           of pairs, and of items of each size, whose totals go to the other CTAs' shared memory
-//           5 every entry to its row; meanwhile the CTAs' totals arrive   6 pairs to memory,
-//           neighbours by neighbours: 3000 scattered stores took 6 us   7 work items to memory, the
-//           largest first
+// Steps     1 all that is read, at once, into shared memory
+//           2 the tokens' positions
+//           3 entries into the histogram: their rows and ranks
+//           4 prefix sums over the CTA's rows: of pairs, and of items of each size, whose totals go
+//             to the other CTAs' shared memory
+//           5 every entry to its row; meanwhile the CTAs' totals arrive
+//           6 pairs to memory, neighbours by neighbours: 3000 scattered stores took 6 us
+//           7 work items to memory, the largest first
 // The CTAs that attend take items by turns (prefill_kv_block_kernel.cuh): large ones first, they
 // end together. Items of one size are in the order of heads and rows, the pairs of a row in any: no
 // result depends on it. Slots are fixed, K a (head, token), and so is where the pairs of a head
@@ -147,11 +149,13 @@ __global__ void __launch_bounds__(kShortThreads)
   const auto place_of = [&](uint32_t entry) -> uint32_t& {
     return *reinterpret_cast<uint32_t*>(ids + entry * (wide ? 8 : 4));
   };
+  // Step 1.
   load_short(params, state, head, entries, rows, ids, pages);
 #pragma unroll 1
   for (int i = thread; i < rows; i += kShortThreads) histogram[i] = 0;
   __syncthreads();
 
+  // Step 2.
   if (thread < num_tokens) {
     const auto num_requests = static_cast<int>(batch.num_requests);
     ShortToken token{0, 0};
@@ -173,6 +177,7 @@ __global__ void __launch_bounds__(kShortThreads)
   }
   __syncthreads();
 
+  // Step 3.
 #pragma unroll 1
   for (uint32_t entry = thread; entry - lane < entries; entry += kShortThreads) {
     const uint32_t token = entry / topk, k = entry % topk;
@@ -197,7 +202,7 @@ __global__ void __launch_bounds__(kShortThreads)
   }
   __syncthreads();
 
-  // Rows of a thread are neighbours, so that a plain prefix sum keeps their order.
+  // Step 4. Rows of a thread are neighbours, so that a plain prefix sum keeps their order.
   const int thread_rows = (rows + kShortThreads - 1) / kShortThreads;
   const int first_row = min(thread * thread_rows, rows),
             end_row = min(first_row + thread_rows, rows);
@@ -246,6 +251,7 @@ __global__ void __launch_bounds__(kShortThreads)
   cluster_arrive();
   __syncthreads();
 
+  // Step 5.
 #pragma unroll 1
   for (uint32_t entry = thread; entry < entries; entry += kShortThreads) {
     const uint32_t place = place_of(entry);
@@ -254,6 +260,7 @@ __global__ void __launch_bounds__(kShortThreads)
     sorted[pair] = entry;
   }
   __syncthreads();
+  // Step 6.
   const int32_t first_unit = head * num_tokens;
   const auto first_pair = static_cast<int32_t>(first_unit * topk);
 #pragma unroll 1
@@ -268,7 +275,7 @@ __global__ void __launch_bounds__(kShortThreads)
   }
   cluster_wait();
 
-  // Items of a size come after all larger ones, of all heads, and those of earlier heads.
+  // Step 7. Items of a size come after all larger ones, of all heads, and those of earlier heads.
   uint64_t all_items = 0;
 #pragma unroll 1
   for (int other = 0; other < heads; ++other) {

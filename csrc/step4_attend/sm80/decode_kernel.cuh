@@ -1,9 +1,8 @@
 // Step 4, sparse_decode and paged_decode, portable: every GPU from sm_80 on. Math, roles,
 // registers, shared memory, barriers, timeline and order of a CTA: decode_walk.cuh.
 //
-//   msa_decode_sm80_kernel        a split of a unit a CTA. One split: its result is the call's.
-//   More:
-//                                 o (not normalised), m and l of its G rows to the workspace.
+//   msa_decode_sm80_kernel        a split of a unit a CTA. One split: its result is the call's;
+//                                 more: o (not normalised), m and l of its rows to the workspace.
 //   msa_decode_merge_sm80_kernel  then, a CTA a row: parts dealt to 4 warps, added in ascending
 //                                 order; the warps' sums then, in shared memory. Launched while the
 //                                 first kernel still runs where the GPU can (sm_90 on); the order

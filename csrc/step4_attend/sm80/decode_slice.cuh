@@ -6,12 +6,12 @@
 //   Rows::softmax()  s -> p, m, l        in registers; rows g and g + 8 of a lane's quad
 //   Rows::multiply() o += P V            for_value_operands() brings V
 //
-// Shared    K of a slice: row r of a token, 16-byte vector c at c ^ 4 (r % 2). A quad's lanes read
-// 4
-//           vectors side by side; the order of d that this gives to the products is the one in
-//           which q lies in registers. V: bf16 c ^ r % 8, read transposed by ldmatrix; FP8 c ^ 2 (r
-//           / 2 % 4), paired token by token by byte permutes. Of FP8 the columns of o come out in
-//           another order, see there. No bank conflicts, but of the FP8 reads 8 bytes wide.
+// Shared    K of a slice: row r of a token, 16-byte vector c at c ^ 4 (r % 2). A quad's lanes
+//           read 4 vectors side by side; the order of d that this gives to the products is the
+//           one in which q lies in registers.
+//           V: bf16 c ^ r % 8, read transposed by ldmatrix; FP8 c ^ 2 (r / 2 % 4), paired token
+//           by token by byte permutes. Of FP8 the columns of o come out in another order, see
+//           there. No bank conflicts, but of the FP8 reads 8 bytes wide.
 #pragma once
 
 #include <cuda_bf16.h>

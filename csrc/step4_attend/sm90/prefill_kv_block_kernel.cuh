@@ -2,8 +2,8 @@
 // and the tokens that selected it stream past.
 //
 //   for the G rows of each (token, k) of the item's block and KV head:
-//     s = scale * q . K^T, tokens past pos masked;  m = max s;  p = exp(s - m);  l = sum p;  o = p
-//     V
+//     s = scale * q . K^T, tokens past pos masked
+//     m = max s;  p = exp(s - m);  l = sum p;  o = p V
 //   o (not normalised, bfloat16) and (m, l) go to the entry's slot; whoever finishes the token (the
 //   query-major kernel or the merge) weighs and adds its slots, so L2 gives them up last, and K and
 //   V first. No running softmax, no atomics: a slot's bits do not depend on the tile it was

@@ -79,9 +79,8 @@ constexpr int kKVEmptyArrivals = kConsumers * 4;                  // one a consu
 constexpr int kQEmptyArrivals = 4;  // one a warp of the stage's warpgroup
 
 // Partial results, a slot for each leftover entry (prefill_plan.h):
-//   out    [slots][G][128] bfloat16, not normalised, in the order of the accumulator: of 8 rows of
-//   a slot
-//          four chunks of [row][quad] 16 bytes; chunk c holds columns 32 c to 32 c + 31
+//   out    [slots][G][128] bfloat16, not normalised, in the order of the accumulator: of 8 rows
+//          of a slot four chunks of [row][quad] 16 bytes; chunk c holds columns 32 c to 32 c + 31
 //   state  [slots][G] {maximum of the logits in log2 units, sum of exp2(logit - maximum)}
 struct Partials {
   __nv_bfloat16* out;

@@ -4,7 +4,7 @@ Jobs and answers are plain JSON values beside raw bytes: nothing that comes back
 parsed hostile bytes is unpickled. This file imports no decoder, so the gateway itself loads none.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from .protocols import FrameSampler, MediaLimits, Modality, PatchGeometry, SizingPolicy
@@ -17,7 +17,12 @@ def make_job(
     sampler: FrameSampler | None,
     limits: MediaLimits,
 ) -> dict[str, Any]:
-    """The JSON form of what is to be done with one medium; `sampler` is None for an image."""
+    """The JSON form of what is to be done with one medium; `sampler` is None for an image.
+
+    An image's rows hold its one frame, which the worker repeats: half the bytes all the way there.
+    """
+    if modality == "image":
+        geometry = replace(geometry, temporal=1)
     return {
         "modality": modality,
         "geometry": asdict(geometry),

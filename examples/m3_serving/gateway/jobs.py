@@ -15,7 +15,7 @@ from .protocols import Decoder, PatchGeometry, PixelProcessor
 from .sampling import sampler_from_dict
 from .sizing import sizing_from_dict
 
-PIPELINE_VERSION = 1
+PIPELINE_VERSION = 2
 """raised whenever the same bytes and policies give other patches"""
 
 

@@ -1,7 +1,6 @@
 """From RGB frames to the rows that the vision tower reads.
 
-Rows stay uint8 on their way: the affine is exact on the other side, and a quarter of float32's
-bytes. `normalise` is that affine, for a worker without its own and for the tests.
+Rows stay uint8 on their way: the worker normalises them, and they are a quarter of float32's bytes.
 """
 
 import numpy as np
@@ -25,8 +24,8 @@ class PatchWriter:
     """Cuts frames into rows as they arrive, so that a clip is never held at its source size.
 
     Row order: time, then merge blocks in raster order, then the patches inside a block; so
-    `merge**2` consecutive rows are one token. Column order: channel, frame, y, x. An image is a
-    clip of one frame; a last patch without all its frames repeats the last one.
+    `merge**2` consecutive rows are one token. Column order: channel, frame, y, x. A last patch
+    without all its frames repeats the last one.
     """
 
     def __init__(self, frames: int, height: int, width: int, geometry: PatchGeometry) -> None:
@@ -66,23 +65,3 @@ class PatchWriter:
     def finish(self) -> np.ndarray:
         """[T * gh * gw, row_width] uint8."""
         return self._rows.reshape(-1, self._geometry.row_width)
-
-
-def normalise(patches: np.ndarray, geometry: PatchGeometry) -> np.ndarray:
-    """(x - 255 mean) / (255 std) per channel.
-
-    Args:
-        patches: [rows, row_width] uint8.
-        geometry: of the model.
-
-    Returns:
-        [rows, row_width] float32, rescale and normalise fused as in the reference processor.
-    """
-    mean = np.asarray(geometry.mean, np.float32) * np.float32(255)
-    std = np.asarray(geometry.std, np.float32) * np.float32(255)
-    table = (np.arange(256, dtype=np.float32)[None] - mean[:, None]) / std[:, None]
-    channels = patches.reshape(len(patches), 3, -1)
-    out = np.empty(channels.shape, np.float32)
-    for channel in range(3):
-        np.take(table[channel], channels[:, channel], out=out[:, channel])
-    return out.reshape(patches.shape)

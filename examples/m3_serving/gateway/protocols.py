@@ -166,7 +166,10 @@ class FrameSampler(Protocol):
 
 @dataclass(frozen=True)
 class PatchGeometry:
-    """How frames are cut into rows, and the affine that turns bytes into the tower's input."""
+    """How frames are cut into rows.
+
+    A family's is that of clips; an image's rows hold one frame (`job_spec.make_job`).
+    """
 
     patch: int
     """side of a patch, pixels"""
@@ -174,9 +177,6 @@ class PatchGeometry:
     """patches a side that share one token"""
     temporal: int
     """frames a patch spans"""
-    mean: tuple[float, float, float]
-    """of R, G, B in [0, 1]"""
-    std: tuple[float, float, float]
 
     @property
     def alignment(self) -> int:
@@ -206,7 +206,7 @@ class Decoder(Protocol):
     """Parses untrusted bytes. Runs in a child process only."""
 
     def __call__(self, data: bytes, job: Mapping[str, Any]) -> tuple[dict[str, Any], np.ndarray]:
-        """(what was found, patches [rows, row_width] uint8)."""
+        """(what was found, patches [rows, row_width] uint8 of the job's geometry)."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Decoded:
     """What a child returns for one medium, checked by the pool."""
 
     patches: np.ndarray
-    """[rows, row_width] uint8"""
+    """[rows, row_width] uint8 of the job's geometry"""
     grid: tuple[int, int, int]
     """[T, gh, gw] in patches; rows = T * gh * gw"""
     indices: tuple[int, ...]
@@ -233,7 +233,7 @@ class PreparedItem:
     content_key: str
     """hex; equal keys mean equal tensors"""
     patches: np.ndarray
-    """[rows, row_width] uint8, C order: the payload on the wire"""
+    """[rows, row_width] uint8, C order: the payload on the wire; a row of an image has one frame"""
     grid: tuple[int, int, int]
     """[T, gh, gw] in patches"""
     tokens: int
@@ -321,15 +321,6 @@ class ExpandedPrompt:
     """in the order of the prompt, placeholders filled"""
 
 
-class PromptExpander(Protocol):
-    """From prompt parts and media to token ids."""
-
-    def expand(
-        self, parts: Sequence[PromptPart], items: Sequence[PreparedItem], max_tokens: int
-    ) -> ExpandedPrompt:
-        """Raises PromptMismatch, PromptTooLong."""
-
-
 class ModelFamily(Protocol):
     """Everything the gateway knows about one kind of model."""
 
@@ -405,6 +396,8 @@ class WorkerClient(Protocol):
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedTokens]:
         """The answer as it comes. Closing the iterator cancels the request at the worker.
+
+        How long a worker may be silent once it has the request is for whoever reads to decide.
 
         Raises:
             WorkerBusy: all workers are at their limit of bytes or requests.

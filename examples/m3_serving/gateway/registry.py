@@ -28,7 +28,7 @@ class FamilyRegistry:
         try:
             return self._families[model_type]
         except KeyError:
-            known = ", ".join(sorted(self._families)) or "none"
+            known = ", ".join(self.names()) or "none"
             raise KeyError(f"no family for {model_type!r}; registered: {known}") from None
 
     def names(self) -> list[str]:

@@ -40,7 +40,7 @@ async def shared_files(start: pb.Start, directory: str | None) -> AsyncIterator[
 async def receive_patches(
     start: pb.Start, spec: RequestSpec, next_message: NextMessage, directory: str | None
 ) -> list[np.ndarray]:
-    """Patches of every item: [rows, row width] uint8, or uint16 with the bits of bfloat16.
+    """Patches of every item in its shape: uint8, or uint16 with the bits of bfloat16.
 
     Args:
         start: the first message.

@@ -18,7 +18,7 @@ from ..media import Medium
 from ..sampling import SamplingParams
 from .admission import Admission, AdmissionLimits, NoRoom, Place
 from .engine_thread import EngineFailed, EngineThread, Stream
-from .receive import SharedMemoryLost, receive_patches, shared_files
+from .receive import NextMessage, SharedMemoryLost, receive_patches, shared_files
 from .validate import ModelFacts, Refused, RequestLimits, RequestSpec, check_start
 
 log = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ def facts_of(engine: Engine) -> ModelFacts:
         cache_tokens=engine.pool.num_pages * PAGE_TOKENS,
         image_token_id=vision.image_token_id if vision else None,
         video_token_id=vision.video_token_id if vision else None,
+        frame_width=vision.frame_width if vision else 0,
         row_width=vision.row_width if vision else 0,
         merge=vision.merge if vision else 1,
     )
@@ -151,7 +152,6 @@ class WorkerServer:
             reason=reason,
             running=running,
             waiting=waiting,
-            payload_bytes=self.admission.payload_bytes,
             shared_memory=self._identity,
         )
 
@@ -159,7 +159,6 @@ class WorkerServer:
         try:
             await self._serve(context)
         except Refused as error:
-            log.warning("refused a request: %s", error)
             field = ((FIELD_KEY, error.field),)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error), field)
         except NoRoom as error:
@@ -216,15 +215,25 @@ class WorkerServer:
         first = await next_message()
         if first is None or first.WhichOneof("part") != "start":
             raise Refused("start", "must be the first message, got another or none")
+        try:
+            return await self._admit(first.start, next_message, context)
+        except Refused as error:
+            log.warning("refused request %.200r: %s", first.start.request_id, error)
+            raise
+
+    async def _admit(
+        self, start: pb.Start, next_message: NextMessage, context: grpc.aio.ServicerContext
+    ) -> tuple[RequestSpec, list[np.ndarray], Place]:
+        """The same once its first message is there."""
         shared = self._shared
-        async with shared_files(first.start, shared):
+        async with shared_files(start, shared):
             if self._trouble:
                 raise NotReady(self._trouble)
-            spec = check_start(first.start, self.model, self.limits)
+            spec = check_start(start, self.model, self.limits)
             place = self.admission.take(spec.payload_bytes)
             try:
                 await context.write(pb.Reply(admitted=pb.Admitted()))
-                return spec, await receive_patches(first.start, spec, next_message, shared), place
+                return spec, await receive_patches(start, spec, next_message, shared), place
             except BaseException:
                 place.give_back()
                 raise

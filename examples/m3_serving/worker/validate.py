@@ -39,7 +39,10 @@ class ModelFacts:
     image_token_id: int | None
     """None: the model has no vision tower"""
     video_token_id: int | None
+    frame_width: int
+    """numbers in a row of an image"""
     row_width: int
+    """numbers in a row of a clip"""
     merge: int
 
 
@@ -55,9 +58,8 @@ class RequestLimits:
 class ItemSpec:
     """A checked item; its patches have still to come."""
 
-    modality: str
     key: str
-    """content key and dtype: what decides the tower's output"""
+    """content key, modality and dtype: what decides the tower's output"""
     dtype: int
     shape: tuple[int, int]
     grid: tuple[int, int, int]
@@ -69,7 +71,6 @@ class ItemSpec:
 class RequestSpec:
     """A checked request."""
 
-    request_id: str
     prompt: list[int]
     max_new_tokens: int
     temperature: float
@@ -128,9 +129,7 @@ def check_start(start: pb.Start, model: ModelFacts, limits: RequestLimits) -> Re
         for index, item in enumerate(start.items)
     )
     _check_together(items, prompt, model)
-    spec = RequestSpec(
-        start.request_id, prompt, new, temperature, top_p, seed, start.ignore_eos, items
-    )
+    spec = RequestSpec(prompt, new, temperature, top_p, seed, start.ignore_eos, items)
     _require(
         spec.payload_bytes <= limits.max_payload_bytes,
         "items",
@@ -188,19 +187,19 @@ def _check_item(item: pb.Item, at: str, prompt: list[int], model: ModelFacts) ->
     _require(not is_image or frames == 1, f"{at}.grid", "of one frame for an image", list(grid))
 
     rows = frames * gh * gw
+    width = model.frame_width if is_image else model.row_width
     shape = tuple(item.shape)
     _require(
-        shape == (rows, model.row_width),
+        shape == (rows, width),
         f"{at}.shape",
-        f"[{rows}, {model.row_width}] for the grid {list(grid)}",
+        f"[{rows}, {width}] for {'an image' if is_image else 'a video'} of the grid {list(grid)}",
         list(shape),
     )
-    num_bytes = rows * model.row_width * _ITEM_BYTES[item.dtype]
+    num_bytes = rows * width * _ITEM_BYTES[item.dtype]
     _check_payload(item, at, num_bytes)
     tokens = rows // model.merge**2
     spans = _check_placeholders(item, at, prompt, token, tokens)
     return ItemSpec(
-        modality="image" if is_image else "video",
         key=f"{item.content_key}:{item.modality}:{item.dtype}",
         dtype=item.dtype,
         shape=shape,

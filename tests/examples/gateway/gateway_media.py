@@ -16,6 +16,18 @@ GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
 FAMILY = MiniMaxM3Family()
 GEOMETRY = FAMILY.geometry
 MAX_PIXELS = FAMILY.limits.image_pixels
+MEAN = (0.48145466, 0.4578275, 0.40821073)
+STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+def normalise(patches: np.ndarray) -> np.ndarray:
+    """(x - 255 MEAN) / (255 STD) per channel, [rows, row width] uint8 to float32: rescale and
+    normalise fused, as in the reference processor."""
+    mean = np.asarray(MEAN, np.float32) * np.float32(255)
+    std = np.asarray(STD, np.float32) * np.float32(255)
+    table = (np.arange(256, dtype=np.float32)[None] - mean[:, None]) / std[:, None]
+    channels = patches.reshape(len(patches), 3, -1)
+    return np.stack([table[c][channels[:, c]] for c in range(3)], 1).reshape(patches.shape)
 
 
 def pattern(height: int, width: int, t: int = 0) -> np.ndarray:

@@ -375,7 +375,7 @@ def test_fetched_bytes_and_patches_count_as_held_and_one_request_has_its_own_lim
     part = image_part(SMALL_URL, max_long_side_pixel=1008)
     body = {"model": MODEL, "messages": [{"role": "user", "content": [part]}]}
     sent = len(json.dumps(body).encode())
-    patches = 112 * 112 * 6  # each pixel in two frames; the shortest side grows to 112
+    patches = 112 * 112 * 3  # a frame is sent once; the shortest side grows to 112
 
     async def held_at_most(**limits):
         workers = FakeWorkers(stall_after=0)

@@ -20,6 +20,7 @@ from examples.m3_serving.gateway.decode_image import decode_image, probe_image
 from examples.m3_serving.gateway.errors import GatewayError, InvalidMedia, MediaTooLarge
 from examples.m3_serving.gateway.job_spec import make_job
 from examples.m3_serving.gateway.jobs import run_job
+from examples.m3_serving.gateway.pixels import PatchWriter
 from examples.m3_serving.gateway.protocols import MediaOptions
 
 WHITE = (255, 255, 255)
@@ -108,7 +109,7 @@ def test_half_transparent_black_is_grey_and_composited_before_the_resize():
     image.paste((255, 0, 0, 255), (0, 0, 32, 64))
     _, patches = run(image_bytes(image))
     # Resized with hidden black beside red, the edge would have dark samples in green and blue.
-    green = patches.reshape(-1, 3, 392)[:, 0]
+    green = patches.reshape(-1, 3, 196)[:, 0]
     assert green.min() >= 250
     half = Image.new("RGBA", (4, 4), (0, 0, 0, 128))
     assert set(np.unique(decode(image_bytes(half)))) == {127}
@@ -253,6 +254,19 @@ def test_zero_sides_are_refused():
 def test_tiny_images_are_prepared(size):
     meta, patches = run(image_bytes(pattern(*size)))
     assert np.prod(meta["grid"]) == len(patches) >= 16
+
+
+def test_a_row_has_the_one_frame():
+    """Half of what a clip of that frame alone has, and the same pixels."""
+    pixels = pattern(60, 100)
+    meta, patches = run(image_bytes(pixels))
+    _, gh, gw = meta["grid"]
+    writer = PatchWriter(1, 14 * gh, 14 * gw, GEOMETRY)
+    writer.put(0, pixels)
+    frames = writer.finish().reshape(-1, 3, 2, 196)
+    assert patches.shape == (gh * gw, 588)
+    for frame in (0, 1):
+        np.testing.assert_array_equal(patches.reshape(-1, 3, 196), frames[:, :, frame])
 
 
 def test_long_thin_images_are_refused_before_decoding():

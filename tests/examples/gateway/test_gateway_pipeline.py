@@ -78,9 +78,9 @@ def test_a_request_end_to_end():
     tokenizer = LetterTokenizer([*FAMILY.placeholder_tokens, *FAMILY.bracket_tokens])
     parts = [TemplateText("a"), MediaSlot(0), UserText("b"), MediaSlot(1), MediaSlot(2)]
     prompt = Expander(FAMILY, tokenizer).expand(parts, prepared, 10_000)
-    for medium in prompt.items:
+    for medium, frames in zip(prompt.items, (1, 2, 1), strict=True):
         assert sum(length for _, length in medium.placeholders) == medium.tokens
-        assert medium.patches.shape == (4 * medium.tokens, FAMILY.geometry.row_width)
+        assert medium.patches.shape == (4 * medium.tokens, frames * 588)
     assert [len(medium.placeholders) for medium in prompt.items] == [1, 3, 1]
 
 

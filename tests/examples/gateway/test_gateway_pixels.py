@@ -9,9 +9,9 @@ from hypothesis import given, settings
 
 pytest.importorskip("PIL")
 
-from gateway_media import FAMILY, GEOMETRY, GOLDEN, pattern
+from gateway_media import FAMILY, GEOMETRY, GOLDEN, MEAN, STD, normalise, pattern
 
-from examples.m3_serving.gateway.pixels import PatchWriter, normalise, resize_frame
+from examples.m3_serving.gateway.pixels import PatchWriter, resize_frame
 from examples.m3_serving.gateway.protocols import MediaOptions
 
 LEVEL = 1 / (255 * 0.26)
@@ -44,7 +44,7 @@ def test_golden_images(case):
     patches, grid = rows_of([source], size)
     assert list(grid) == case["grid_thw"] and list(patches.shape) == case["patches"]
     assert len(patches) // 4 == case["tokens"]
-    values = normalise(patches, GEOMETRY)
+    values = normalise(patches)
     if case["sha_u8"] == case["sha_u8_pil"]:
         # The golden floats come from a resampler that here gave the same bytes: equal to the bit.
         assert sha(values) == case["sha_f32"]
@@ -67,7 +67,7 @@ def test_golden_clips(case):
     patches, grid = rows_of(frames, size)
     assert list(grid) == case["grid_thw"] and list(patches.shape) == case["patches"]
     assert len(patches) // 4 == case["pad_tokens"]
-    values = normalise(patches, GEOMETRY)
+    values = normalise(patches)
     resized = np.stack([resize_frame(frame, *size) for frame in frames]).transpose(0, 3, 1, 2)
     if sha(resized) == case["sha_u8"]:
         assert sha(values) == case["sha_f32"]
@@ -93,7 +93,7 @@ def test_images_are_those_of_transformers_own_processor(case):
     patches, grid = rows_of([source], case["resized_hw"])
     expected, expected_grid = patches_of(source)
     assert list(grid) == expected_grid
-    np.testing.assert_allclose(normalise(patches, GEOMETRY), expected.numpy(), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(normalise(patches), expected.numpy(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", "ACDF")
@@ -107,7 +107,7 @@ def test_clips_are_those_of_transformers_own_processor(name):
     patches, grid = rows_of(frames, case["resized_hw"])
     expected, expected_grid = clip_patches_of(np.stack(frames))
     assert list(grid) == expected_grid
-    np.testing.assert_allclose(normalise(patches, GEOMETRY), expected.numpy(), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(normalise(patches), expected.numpy(), rtol=0, atol=1e-6)
 
 
 @settings(deadline=None, max_examples=25)
@@ -131,9 +131,9 @@ def test_rows_and_columns_are_where_the_layout_says(frames, blocks, seed):
 
 def test_normalise_is_the_affine_per_channel():
     patches = np.random.default_rng(1).integers(0, 256, (7, GEOMETRY.row_width), np.uint8)
-    mean, std = np.repeat(GEOMETRY.mean, 392), np.repeat(GEOMETRY.std, 392)
+    mean, std = np.repeat(MEAN, 392), np.repeat(STD, 392)
     expected = (patches / 255 - mean) / std
-    got = normalise(patches, GEOMETRY)
+    got = normalise(patches)
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, expected, atol=1e-6)
 

@@ -100,7 +100,7 @@ def test_shared_memory_is_really_used_where_both_see_it(media_engine, tmp_path, 
 
     here = str(tmp_path)
     # The small item goes inline, the two others into one file.
-    assert asyncio.run(main(here, here, MIXED)) == [(here, 80 * 1176 * 2)]
+    assert asyncio.run(main(here, here, MIXED)) == [(here, 80 * 1176 + 120 * 588)]
     assert asyncio.run(main(here, here, SMALL)) == []
     for workers, clients in [(here, str(other)), (here, None), (None, here)]:
         assert asyncio.run(main(workers, clients, MIXED)) == []
@@ -155,7 +155,8 @@ def test_a_worker_that_cannot_find_the_file_gets_chunks(media_engine, alone, tmp
 
 
 def test_bfloat16_patches(media_engine):
-    """From a gateway that normalises itself: the answer is the engine's for those numbers."""
+    """From a gateway that normalises itself: the answer is the engine's for those numbers, of which
+    the one has the image's frame once and the other twice."""
     request = make_request(*IMAGE)
     (item,) = request.prompt.items
 
@@ -164,7 +165,8 @@ def test_bfloat16_patches(media_engine):
         floats = engine.tower.normalise(torch.from_numpy(item.patches)).bfloat16()
         message = start_message(request, Payload([item]), None)
         message.start.items[0].dtype = pb.DTYPE_BFLOAT16
-        message.start.items[0].inline = floats.view(torch.int16).numpy().tobytes()
+        frame = floats.view(-1, 3, 2, 196)[:, :, 0].contiguous()
+        message.start.items[0].inline = frame.view(torch.int16).numpy().tobytes()
         medium = Medium("k", item.placeholders, floats, item.grid)
         direct = engine.add_request(
             request.prompt.token_ids, media=[medium], max_new_tokens=NEW, ignore_eos=True

@@ -37,7 +37,7 @@ from examples.m3_serving.worker.validate import (
     check_start,
 )
 
-MODEL = ModelFacts(262, 4096, 4224, IMAGE_ID, VIDEO_ID, 1176, 2)
+MODEL = ModelFacts(262, 4096, 4224, IMAGE_ID, VIDEO_ID, 588, 1176, 2)
 LIMITS = RequestLimits(max_items=3, max_payload_bytes=1 << 20)
 SHARED = shared_memory.new_name()
 
@@ -100,18 +100,19 @@ def test_the_unchanged_message_is_good():
     spec = check_start(message().start, MODEL, LIMITS)
     request = make_request(*MIXED)
     assert spec.prompt == request.prompt.token_ids and spec.max_new_tokens == NEW
-    assert [item.grid for item in spec.items] == [(1, 4, 4), (5, 4, 4), (1, 8, 10)]
+    assert [item.grid for item in spec.items] == [(1, 4, 4), (5, 4, 4), (1, 12, 10)]
     assert [item.spans for item in spec.items] == [i.placeholders for i in request.prompt.items]
-    assert [item.num_bytes for item in spec.items] == [18816, 94080, 94080]
-    assert spec.payload_bytes == 206976
+    assert [item.num_bytes for item in spec.items] == [9408, 94080, 70560]
+    assert spec.payload_bytes == 174048
     assert (spec.temperature, spec.top_p, spec.seed) == (0.0, 1.0, None)
     assert len({item.key for item in spec.items}) == 3
 
 
-# The prompt: 3 text, [ 4 image ], 4 text, 5 times [ 4 video ], [ 20 image ], 6 text.
+# The prompt: 3 text, [ 4 image ], 4 text, 5 times [ 4 video ], [ 30 image ], 6 text.
 CASES = [
-    (change("protocol", 2), "protocol", "must be 1, got 2"),
-    (drop("protocol"), "protocol", "must be 1, got 0"),
+    (change("protocol", 1), "protocol", "must be 2, got 1"),  # two frames in a row of an image
+    (change("protocol", 3), "protocol", "must be 2, got 3"),
+    (drop("protocol"), "protocol", "must be 2, got 0"),
     (change("request_id", ""), "request_id", "visible ASCII"),
     (change("request_id", "a b"), "request_id", "visible ASCII"),
     (change("request_id", "a\n"), "request_id", "visible ASCII"),
@@ -119,10 +120,10 @@ CASES = [
     (change("prompt", []), "prompt", "at least one token"),
     (change("prompt.0", 262), "prompt", "below 262, got 262"),
     (change("prompt.0", 2**32 - 1), "prompt", "got 4294967295"),
-    (change("prompt.0", IMAGE_ID), "prompt", "of 44 placeholder tokens, .* got 45"),
-    (change("prompt.70", VIDEO_ID), "prompt", "of 44 placeholder tokens, .* got 45"),
+    (change("prompt.0", IMAGE_ID), "prompt", "of 54 placeholder tokens, .* got 55"),
+    (change("prompt.80", VIDEO_ID), "prompt", "of 54 placeholder tokens, .* got 55"),
     (change("max_new_tokens", 0), "max_new_tokens", "at least 1, got 0"),
-    (change("max_new_tokens", 4096), "prompt", r"at most 4096 tokens .* got 71 \+ 4096"),
+    (change("max_new_tokens", 4096), "prompt", r"at most 4096 tokens .* got 81 \+ 4096"),
     (change("max_new_tokens", 2**32 - 1), "prompt", "at most 4096"),
     (change("sampling.temperature", -0.1), "sampling.temperature", "at least 0"),
     (change("sampling.temperature", float("nan")), "sampling.temperature", "got nan"),
@@ -133,7 +134,7 @@ CASES = [
     (lambda s: s.items.add(), "items", "at most 3, got 4"),
     (drop("items.0.modality"), "items[0].modality", "image or a video"),
     (change("items.0.modality", 7), "items[0].modality", "image or a video, got 7"),
-    (change("items.0.modality", pb.MODALITY_VIDEO), "items[0].placeholders", "at token 259"),
+    (change("items.0.modality", pb.MODALITY_VIDEO), "items[0].shape", r"\[16, 1176\] for a video"),
     (change("items.1.modality", pb.MODALITY_IMAGE), "items[1].grid", "one frame for an image"),
     (change("items.0.content_key", ""), "items[0].content_key", "64 hexadecimal"),
     (change("items.0.content_key", "A" * 64), "items[0].content_key", "lower case"),
@@ -143,7 +144,7 @@ CASES = [
     (same_key, "items[2].content_key", "of one medium"),
     (drop("items.0.dtype"), "items[0].dtype", "uint8 or bfloat16, got 0"),
     (change("items.0.dtype", 9), "items[0].dtype", "uint8 or bfloat16, got 9"),
-    (change("items.0.dtype", pb.DTYPE_BFLOAT16), "items[0].inline", "37632 bytes .* got 18816"),
+    (change("items.0.dtype", pb.DTYPE_BFLOAT16), "items[0].inline", "18816 bytes .* got 9408"),
     (change("items.1.grid", []), "items[1].grid", "three numbers"),
     (change("items.1.grid", [5, 4]), "items[1].grid", "three numbers"),
     (change("items.1.grid", [5, 4, 4, 1]), "items[1].grid", "three numbers"),
@@ -154,19 +155,28 @@ CASES = [
     (change("items.1.grid", [5, 1, 16]), "items[1].grid", "multiples of 2"),
     (change("items.1.grid", [5, 16, 1]), "items[1].grid", "multiples of 2"),
     (change("items.1.grid", [4, 4, 4]), "items[1].shape", r"\[64, 1176\] .* got \[80, 1176\]"),
+    (
+        change("items.0.shape", [16, 1176]),  # its frame twice
+        "items[0].shape",
+        r"\[16, 588\] for an image of the grid \[1, 4, 4\], got \[16, 1176\]",
+    ),
+    (
+        change("items.1.shape", [80, 588]),  # half of its frames
+        "items[1].shape",
+        r"\[80, 1176\] for a video of the grid \[5, 4, 4\], got \[80, 588\]",
+    ),
     (change("items.1.shape", []), "items[1].shape", r"got \[\]"),
     (change("items.1.shape", [80 * 1176]), "items[1].shape", r"got \[94080\]"),
     (change("items.1.shape", [80, 1176, 1]), "items[1].shape", r"got \[80, 1176, 1\]"),
     (change("items.1.shape", [1176, 80]), "items[1].shape", r"got \[1176, 80\]"),
-    (change("items.1.shape", [80, 588]), "items[1].shape", r"got \[80, 588\]"),
     (change("items.1.shape", [2**61, 2**61]), "items[1].shape", "got"),
     (drop("items.0.inline"), "items[0].payload", "got none"),
-    (change("items.0.inline", b"x" * 18815), "items[0].inline", "18816 bytes .* got 18815"),
-    (change("items.0.inline", b""), "items[0].inline", "18816 bytes .* got 0"),
+    (change("items.0.inline", b"x" * 9407), "items[0].inline", "9408 bytes .* got 9407"),
+    (change("items.0.inline", b""), "items[0].inline", "9408 bytes .* got 0"),
     (
-        change("items.0.chunked.num_bytes", 18817),
+        change("items.0.chunked.num_bytes", 9409),
         "items[0].chunked",
-        "18816 bytes .* got 18817",
+        "9408 bytes .* got 9409",
     ),
     (
         change("items.1.shared_memory.num_bytes", 2**64 - 1),
@@ -197,13 +207,13 @@ CASES = [
     (span(0, 0, 5, 4), "items[0].placeholders", "at token 258 only"),  # one too late
     (span(0, 0, 4, 3), "items[0].placeholders", "4 tokens for the grid .* got 3"),
     (span(0, 0, 14, 4), "items[0].placeholders", "at token 258 only"),  # the clip's
-    (span(2, 0, 44, 100), "items[2].placeholders", "inside 71 tokens"),
-    (span(2, 0, 2**63, 20), "items[2].placeholders", "inside 71 tokens"),
-    (span(2, 0, 2**64 - 1, 2**64 - 1), "items[2].placeholders", "inside 71 tokens"),
+    (span(2, 0, 44, 100), "items[2].placeholders", "inside 81 tokens"),
+    (span(2, 0, 2**63, 20), "items[2].placeholders", "inside 81 tokens"),
+    (span(2, 0, 2**64 - 1, 2**64 - 1), "items[2].placeholders", "inside 81 tokens"),
     (span(1, 1, 14, 4), "items[1].placeholders", "in order, from 18 on"),  # twice the same
     (span(1, 1, 17, 4), "items[1].placeholders", "in order, from 18 on"),  # overlapping
     (span(1, 4, 4, 4), "items[1].placeholders", "in order"),
-    (span(2, 0, 4, 4), "items[2].placeholders", "20 tokens for the grid .* got 4"),
+    (span(2, 0, 4, 4), "items[2].placeholders", "30 tokens for the grid .* got 4"),
     (swap_items, "items[1].placeholders", "after the last item's"),
 ]
 
@@ -221,7 +231,7 @@ def test_what_is_refused(apply, field, text):
 def test_the_places_that_the_cases_name():
     """Keeps the numbers above honest."""
     prompt = make_request(*MIXED).prompt.token_ids
-    assert len(prompt) == 71 and prompt[3:9] == [START, *[IMAGE_ID] * 4, END]
+    assert len(prompt) == 81 and prompt[3:9] == [START, *[IMAGE_ID] * 4, END]
     assert prompt[13:19] == [START, *[VIDEO_ID] * 4, END] and prompt[44] == IMAGE_ID
 
 
@@ -267,13 +277,13 @@ def test_what_is_no_message_does_no_harm(media_engine):
 
 
 def test_bytes_of_all_items_are_limited():
-    with pytest.raises(Refused, match=r"at most 206975 bytes of patches together, got 206976"):
-        check_start(message().start, MODEL, RequestLimits(max_payload_bytes=206975))
-    check_start(message().start, MODEL, RequestLimits(max_payload_bytes=206976))
+    with pytest.raises(Refused, match=r"at most 174047 bytes of patches together, got 174048"):
+        check_start(message().start, MODEL, RequestLimits(max_payload_bytes=174047))
+    check_start(message().start, MODEL, RequestLimits(max_payload_bytes=174048))
 
 
 def test_a_model_without_a_tower_takes_text_only():
-    model = ModelFacts(262, 4096, 4224, None, None, 0, 1)
+    model = ModelFacts(262, 4096, 4224, None, None, 0, 0, 1)
     check_start(message(TEXT).start, model, LIMITS)
     with pytest.raises(Refused, match=r"items\[0\]: must be absent") as caught:
         check_start(message().start, model, LIMITS)
@@ -299,7 +309,7 @@ def split(chunk, at):
 
 BAD_CHUNKS = {
     "none": (lambda a, b: [], "items[1].chunked", "followed by 94080 bytes, got 0"),
-    "one missing": (lambda a, b: [a], "items[2].chunked", "followed by 94080 bytes, got 0"),
+    "one missing": (lambda a, b: [a], "items[2].chunked", "followed by 70560 bytes, got 0"),
     "half": (lambda a, b: [split(a, 99)[0]], "items[1].chunked", "got 99"),
     "wrong order": (lambda a, b: [b, a], "chunk", "of item 1 at byte 0, got item 2"),
     "halves swapped": (lambda a, b: [*split(a, 99)[::-1], b], "chunk", "at byte 0, got"),
@@ -353,7 +363,7 @@ def test_chunks_that_do_not_fit(refusal, name):
 
 
 def test_a_chunk_may_not_be_larger_than_agreed(refusal):
-    start = message((3, ("image", (1, 40, 48), 1), 2), shared=None)
+    start = message((3, ("video", (1, 40, 48), 1), 2), shared=None)
     assert start.start.items[0].chunked.num_bytes > CHUNK_BYTES
     data = bytes(start.start.items[0].chunked.num_bytes)
     code, field, text = refusal(start, pb.Message(chunk=pb.Chunk(data=data)))
@@ -367,12 +377,13 @@ def test_the_first_message_must_be_a_start(refusal):
         assert (code, field) == (grpc.StatusCode.INVALID_ARGUMENT, "start")
 
 
-def test_a_refusal_over_the_wire_names_the_field(refusal):
+def test_a_refusal_over_the_wire_names_the_field_and_the_log_the_request(refusal, caplog):
     bad = message(shared=None)
     bad.start.items[1].grid[0] = 4
     code, field, text = refusal(bad)
     assert (code, field) == (grpc.StatusCode.INVALID_ARGUMENT, "items[1].shape")
     assert text.startswith("items[1].shape: must be [64, 1176]")
+    assert f"refused request 'r': {text}" in caplog.messages
 
 
 def test_what_the_cache_cannot_hold_is_refused(refusal):
@@ -402,7 +413,7 @@ def test_numbers_that_are_not_finite_are_refused(refusal, bits):
     start = message(IMAGE, shared=None)
     item = start.start.items[0]
     item.dtype = pb.DTYPE_BFLOAT16
-    values = np.zeros(80 * 1176, "<u2")
+    values = np.zeros(120 * 588, "<u2")
     values[-1] = bits
     item.inline = values.tobytes()
     code, field, text = refusal(start)
@@ -411,17 +422,17 @@ def test_numbers_that_are_not_finite_are_refused(refusal, bits):
 
 
 def shared_cases(directory):
-    """(what to put there, what the worker says); the message wants 188,160 bytes."""
+    """(what to put there, what the worker says); the message wants 164,640 bytes."""
 
     def put(name, data):
         (directory / name).write_bytes(data)
 
     def link(name):
-        put("secret", bytes(188160))
+        put("secret", bytes(164640))
         (directory / name).symlink_to(directory / "secret")
 
     return {
-        "too short": (lambda name: put(name, bytes(188159)), "must have 188160 bytes"),
+        "too short": (lambda name: put(name, bytes(164639)), "must have 164640 bytes"),
         "a folder": (lambda name: (directory / name).mkdir(), "regular file"),
         "a pipe": (lambda name: os.mkfifo(directory / name), "regular file"),
         "a link": (link, None),

@@ -30,7 +30,8 @@ NEW = 6
 def make_item(modality, grid, seed, offset):
     """(item whose placeholders begin at `offset`, the ids that stand for it)."""
     rows = grid[0] * grid[1] * grid[2]
-    patches = np.random.default_rng(seed).integers(0, 256, (rows, 1176), np.uint8)
+    width = 588 if modality == "image" else 1176
+    patches = np.random.default_rng(seed).integers(0, 256, (rows, width), np.uint8)
     token = IMAGE_ID if modality == "image" else VIDEO_ID
     ids, spans = [], []
     for _ in range(grid[0]):
@@ -58,9 +59,9 @@ def make_request(*parts, request_id="r", new=NEW, **options):
 
 
 TEXT = (20,)
-IMAGE = (9, ("image", (1, 8, 10), 1), 11)  # 94,080 bytes: more than what goes inline
-CLIP = (5, ("video", (5, 4, 4), 2), 7)
-SMALL = (5, ("image", (1, 4, 4), 3), 5)  # 18,816 bytes: inline
+IMAGE = (9, ("image", (1, 12, 10), 1), 11)  # 70,560 bytes: more than what goes inline
+CLIP = (5, ("video", (5, 4, 4), 2), 7)  # 94,080 bytes
+SMALL = (5, ("image", (1, 4, 4), 3), 5)  # 9,408 bytes: inline
 MIXED = (3, SMALL[1], 4, CLIP[1], IMAGE[1], 6)
 
 

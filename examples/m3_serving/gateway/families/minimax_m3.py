@@ -15,7 +15,7 @@ from ..protocols import (
 )
 from ..sampling import SpacedSampler, check_fps
 from ..sizing import AreaSizing, LongSideSizing, wanted_long_side
-from .shared import CLIP_PATCHES_14, server_limits
+from .shared import PATCHES_14, server_limits
 
 IMAGE = "]<]image[>["
 VIDEO = "]<]video[>["
@@ -64,7 +64,7 @@ class MiniMaxM3Family:
     """The family of `minimax_m3_vl` checkpoints."""
 
     model_type = "minimax_m3_vl"
-    geometry = CLIP_PATCHES_14
+    geometry = PATCHES_14
     limits = server_limits(max_images=200, max_videos=20)
     placeholder_tokens = (IMAGE, VIDEO)
     bracket_tokens = (START, END)

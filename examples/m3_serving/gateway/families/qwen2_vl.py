@@ -13,7 +13,7 @@ from ..protocols import (
 )
 from ..sampling import SpacedSampler, check_fps
 from ..sizing import AreaSizing
-from .shared import CLIP_PATCHES_14, server_limits
+from .shared import PATCHES_14, server_limits
 
 IMAGE = "<|image_pad|>"
 VIDEO = "<|video_pad|>"
@@ -47,7 +47,7 @@ class Qwen2VLFamily:
     """The family of `qwen2_vl` checkpoints."""
 
     model_type = "qwen2_vl"
-    geometry = CLIP_PATCHES_14
+    geometry = PATCHES_14
     limits = server_limits(max_images=64, max_videos=8)
     placeholder_tokens = (IMAGE, VIDEO)
     bracket_tokens = (START, END)

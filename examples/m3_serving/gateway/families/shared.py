@@ -2,14 +2,8 @@
 
 from ..protocols import MediaLimits, PatchGeometry
 
-CLIP_PATCHES_14 = PatchGeometry(
-    patch=14,
-    merge=2,
-    temporal=2,
-    mean=(0.48145466, 0.4578275, 0.40821073),
-    std=(0.26862954, 0.26130258, 0.27577711),
-)
-"""Patches of 14 pixels, two frames deep, with the pixel statistics of CLIP's towers."""
+PATCHES_14 = PatchGeometry(patch=14, merge=2, temporal=2)
+"""Patches of 14 pixels, two frames deep."""
 
 
 def server_limits(*, max_images: int, max_videos: int) -> MediaLimits:

@@ -45,8 +45,6 @@ class ClientOptions:
     health_timeout: float = 2.0
     accept_timeout: float = 60.0
     """until a worker has taken the whole request"""
-    stall_timeout: float = 600.0
-    """between two messages of an answer, waiting for its turn included"""
     sweep_interval: float = 60.0
     shared_directory: str | None = shared_memory.DEFAULT_DIRECTORY
     """for payloads to workers that see the same directory; None: the wire for all"""
@@ -328,12 +326,7 @@ class _Attempt:
         name = self.worker.name
         while True:
             try:
-                async with asyncio.timeout(self._options.stall_timeout):
-                    reply = await self._own(self._call.read())
-            except TimeoutError:
-                raise WorkerLost(
-                    f"the worker {name} said nothing for {self._options.stall_timeout:g} s"
-                ) from None
+                reply = await self._own(self._call.read())
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNAVAILABLE:
                     self.worker.went_wrong(f"unavailable: {error.details()}")

@@ -1,6 +1,6 @@
 """Names and sizes that both sides of the wire must agree on."""
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 SERVICE = "m3_serving.worker.v1.Worker"
 GENERATE = f"/{SERVICE}/Generate"

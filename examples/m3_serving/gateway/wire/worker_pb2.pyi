@@ -159,19 +159,17 @@ class HealthRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class HealthReply(_message.Message):
-    __slots__ = ("protocol", "ready", "reason", "running", "waiting", "payload_bytes", "shared_memory")
+    __slots__ = ("protocol", "ready", "reason", "running", "waiting", "shared_memory")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     ready: bool
     reason: str
     running: int
     waiting: int
-    payload_bytes: int
     shared_memory: str
-    def __init__(self, protocol: _Optional[int] = ..., ready: _Optional[bool] = ..., reason: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., shared_memory: _Optional[str] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., ready: _Optional[bool] = ..., reason: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., shared_memory: _Optional[str] = ...) -> None: ...
