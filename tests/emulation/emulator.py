@@ -72,7 +72,10 @@ class Launch(NamedTuple):
 
 
 class Emulator:
-    """Calls of the library, each on so many SMs, in the order of a seed (0: in order)."""
+    """Calls of the library, each on so many SMs, in the order of a seed (0: in order).
+
+    `batch`: block table, cu_seqlens_q and seq_lens, as a `Case` gives them.
+    """
 
     def __init__(self, library: ctypes.CDLL, seed: int = 0, sms: int = 3, ctas_at_once: int = 1):
         self.library = library
@@ -96,47 +99,38 @@ class Emulator:
         return [Launch(name, int(threads), int(cluster)) for name, threads, cluster in fields]
 
     def select_by_bounds(
-        self,
-        index_q,
-        index_k_cache,
-        block_table,
-        cu_seqlens_q,
-        seq_lens,
-        topk=16,
-        *,
-        init_blocks=0,
-        local_blocks=1,
-        window_tokens=None,
+        self, index_q, index_k_cache, *batch, window_tokens=None, **rule
     ) -> Tensor:
         """FP8 `select_blocks` by bounds, in windows of so many tokens."""
-        batch = _batch(index_q.size(0), block_table, cu_seqlens_q, seq_lens)
-        rule = [topk, init_blocks, local_blocks]
-        windows = [window_tokens or index_q.size(0), block_table.size(1)]
-        return self._select("select_by_bounds", index_q, index_k_cache, batch, rule, windows)
+        windows = [window_tokens or index_q.size(0), batch[0].size(1)]
+        return self._select("select_by_bounds", index_q, index_k_cache, batch, windows, **rule)
 
-    def select_blocks(
+    def select_blocks(self, index_q, index_k_cache, *batch, **rule) -> Tensor:
+        return self._select("select_blocks", index_q, index_k_cache, batch, [], **rule)
+
+    def _select(
         self,
+        name: str,
         index_q,
         index_k_cache,
-        block_table,
-        cu_seqlens_q,
-        seq_lens,
-        topk=16,
+        batch: tuple[Tensor, ...],
+        more: list[int],
         *,
+        topk=16,
         init_blocks=0,
         local_blocks=1,
     ) -> Tensor:
-        batch = _batch(index_q.size(0), block_table, cu_seqlens_q, seq_lens)
-        rule = [topk, init_blocks, local_blocks]
-        return self._select("select_blocks", index_q, index_k_cache, batch, rule, [])
-
-    def _select(
-        self, name: str, index_q, index_k_cache, batch: list[int], rule: list[int], more: list[int]
-    ) -> Tensor:
         tokens, heads = index_q.shape[:2]
-        ids = torch.full((heads, tokens, rule[0]), -77, dtype=torch.int32)
-        cache = _cache(index_k_cache.unsqueeze(1))
-        self._call(name, _rows(index_q), cache, batch, rule, _ids(ids), more)
+        ids = torch.full((heads, tokens, topk), -77, dtype=torch.int32)
+        self._call(
+            name,
+            _rows(index_q),
+            _cache(index_k_cache.unsqueeze(1)),
+            _batch(tokens, *batch),
+            [topk, init_blocks, local_blocks],
+            _ids(ids),
+            more,
+        )
         return ids
 
     def topk_blocks(
@@ -153,75 +147,66 @@ class Emulator:
         )
         return ids
 
-    def index_score(
-        self, index_q, index_k_cache, block_table, cu_seqlens_q, seq_lens, *, tile_rows: int
-    ) -> Tensor:
+    def index_score(self, index_q, index_k_cache, *batch, tile_rows: int) -> Tensor:
         """Scores of the blocks before the tokens' own; 12345 where none was written."""
         tokens, heads = index_q.shape[:2]
-        scores = torch.full((heads, tokens, block_table.size(1)), 12345.0)
+        scores = torch.full((heads, tokens, batch[0].size(1)), 12345.0)
         self._call(
             "score",
             _rows(index_q),
             _cache(index_k_cache.unsqueeze(1)),
-            _batch(tokens, block_table, cu_seqlens_q, seq_lens),
+            _batch(tokens, *batch),
             [scores.data_ptr(), heads, scores.size(2), *scores.stride()],
             tile_rows,
         )
         return scores
 
     def sparse_prefill(
-        self,
-        q,
-        k_cache,
-        v_cache,
-        ids,
-        block_table,
-        cu_seqlens_q,
-        seq_lens,
-        *,
-        k_scale=None,
-        v_scale=None,
-        batch_invariant=False,
+        self, q, k_cache, v_cache, ids, *batch, batch_invariant=False, **scales
     ) -> tuple[Tensor, Tensor]:
         """out and LSE."""
-        batch = _batch(q.size(0), block_table, cu_seqlens_q, seq_lens)
         more = [*_ids(ids), int(batch_invariant)]
-        return self._attend("sparse_prefill", q, k_cache, v_cache, batch, k_scale, v_scale, more)
+        return self._attend("sparse_prefill", q, k_cache, v_cache, batch, more, **scales)
 
-    def sparse_decode(
-        self,
-        q,
-        k_cache,
-        v_cache,
-        ids,
-        block_table,
-        cu_seqlens_q,
-        seq_lens,
-        *,
-        k_scale=None,
-        v_scale=None,
-    ) -> tuple[Tensor, Tensor]:
+    def sparse_decode(self, q, k_cache, v_cache, ids, *batch, **scales) -> tuple[Tensor, Tensor]:
         """out and LSE."""
-        batch = _batch(q.size(0), block_table, cu_seqlens_q, seq_lens)
-        return self._attend(
-            "sparse_decode", q, k_cache, v_cache, batch, k_scale, v_scale, _ids(ids)
-        )
+        return self._attend("sparse_decode", q, k_cache, v_cache, batch, _ids(ids), **scales)
 
     def paged_decode(
+        self, q, k_cache, v_cache, page_table, kv_lens, *, cu_seqlens_q=None, **scales
+    ) -> tuple[Tensor, Tensor]:
+        """out and LSE."""
+        batch = (page_table, cu_seqlens_q, kv_lens)
+        return self._attend("paged_decode", q, k_cache, v_cache, batch, [], **scales)
+
+    def _attend(
         self,
+        name: str,
         q,
         k_cache,
         v_cache,
-        page_table,
-        kv_lens,
+        batch: tuple[Tensor | None, ...],
+        more: list[int],
         *,
-        cu_seqlens_q=None,
         k_scale=None,
         v_scale=None,
     ) -> tuple[Tensor, Tensor]:
-        """out and LSE."""
-        batch = _batch(q.size(0), page_table, cu_seqlens_q, kv_lens)
-        return self._attend("paged_decode", q, k_cache, v_cache, batch, k_scale, v_scale, [])
+        (tokens, heads, _), kv_heads = q.shape, k_cache.size(1)
+        out = torch.full_like(q, -77, memory_format=torch.contiguous_format)
+        lse = torch.full((tokens, heads), -77.0)
+        self._call(
+            name,
+            _rows(q),
+            _cache(k_cache),
+            _cache(v_cache),
+            _batch(tokens, *batch),
+            _rows(out),
+            [lse.data_ptr(), *lse.stride()],
+            [0 if scale is None else scale.data_ptr() for scale in (k_scale, v_scale)],
+            [kv_heads, heads // kv_heads],
+            more,
+        )
+        return out, lse
 
     def decode_view(
         self,
@@ -247,26 +232,6 @@ class Emulator:
             [kv_lens.data_ptr(), *kv_lens.stride()],
         )
         return page_table, kv_lens
-
-    def _attend(
-        self, name: str, q, k_cache, v_cache, batch: list[int], k_scale, v_scale, more: list[int]
-    ) -> tuple[Tensor, Tensor]:
-        (tokens, heads, _), kv_heads = q.shape, k_cache.size(1)
-        out = torch.full_like(q, -77, memory_format=torch.contiguous_format)
-        lse = torch.full((tokens, heads), -77.0)
-        self._call(
-            name,
-            _rows(q),
-            _cache(k_cache),
-            _cache(v_cache),
-            batch,
-            _rows(out),
-            [lse.data_ptr(), *lse.stride()],
-            [0 if scale is None else scale.data_ptr() for scale in (k_scale, v_scale)],
-            [kv_heads, heads // kv_heads],
-            more,
-        )
-        return out, lse
 
     def break_rule(self, rule: str) -> int:
         """A kernel that breaks it; returns what one read that did not wait for a copy of 4."""

@@ -1,6 +1,7 @@
 // What the tests call: operators on Hopper's kernels, as their own host code launches them.
 #include <cmath>
-#include <stdexcept>
+#include <exception>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -181,6 +182,23 @@ void view(Arguments& arguments) {
   run_decode_view(params, context_of("decode_view"));
 }
 
+void break_rule(Arguments& arguments) {
+  const std::string rule = arguments.pointer<char>();
+  broken::break_rule(rule, arguments.pointer<int64_t>());
+}
+
+const std::map<std::string, void (*)(Arguments&)> kCalls{
+    {"select_by_bounds", select_by_bounds},
+    {"select_blocks", select},
+    {"topk_blocks", select_from_scores},
+    {"score", score},
+    {"sparse_prefill", attend_prefill},
+    {"sparse_decode", attend_decode},
+    {"paged_decode", attend_pages},
+    {"decode_view", view},
+    {"break_rule", break_rule},
+};
+
 std::string message, kernels;
 
 }  // namespace
@@ -192,30 +210,8 @@ extern "C" const char* msa_emulate(const char* name, const int64_t* values) {
   emulation::settings.sms = static_cast<int>(arguments.number());
   emulation::settings.ctas_at_once = static_cast<int>(arguments.number());
   emulation::launched.clear();
-  const std::string op = name;
   try {
-    if (op == "select_by_bounds") {
-      select_by_bounds(arguments);
-    } else if (op == "select_blocks") {
-      select(arguments);
-    } else if (op == "topk_blocks") {
-      select_from_scores(arguments);
-    } else if (op == "score") {
-      score(arguments);
-    } else if (op == "sparse_prefill") {
-      attend_prefill(arguments);
-    } else if (op == "sparse_decode") {
-      attend_decode(arguments);
-    } else if (op == "paged_decode") {
-      attend_pages(arguments);
-    } else if (op == "decode_view") {
-      view(arguments);
-    } else if (op == "break_rule") {
-      const std::string rule = arguments.pointer<char>();
-      broken::break_rule(rule, arguments.pointer<int64_t>());
-    } else {
-      throw std::invalid_argument("no such call: " + op);
-    }
+    kCalls.at(name)(arguments);
   } catch (const std::exception& error) {
     message = error.what();
     return message.c_str();

@@ -20,7 +20,7 @@ def make(dtype, heads, lengths=LENGTHS, **options):
 
 def check(library, case, seed, **rule):
     emulator = Emulator(library, seed)
-    ids = emulator.select_blocks(*case.index_args, case.topk, **rule)
+    ids = emulator.select_blocks(*case.index_args, topk=case.topk, **rule)
     assert [launch.kernel for launch in emulator.launched] == [STREAM, TOPK]
     assert_selection(ids, case, **rule)
 

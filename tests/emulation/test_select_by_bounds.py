@@ -47,7 +47,7 @@ def test_widths(library, width):
 def test_rules(library, topk, init, local, values):
     case = make([(70, 40 * BLOCK), (5, 300)], values=values, topk=topk)
     rule = dict(init_blocks=init, local_blocks=local)
-    ids = Emulator(library, seed=topk).select_by_bounds(*case.index_args, topk, **rule)
+    ids = Emulator(library, seed=topk).select_by_bounds(*case.index_args, topk=topk, **rule)
     assert_selection(ids, case, **rule)
 
 
