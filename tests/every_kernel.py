@@ -109,9 +109,10 @@ def _attend(device: str, cache: torch.dtype) -> Iterator[tuple[str, Call]]:
     run = _later(msa.sparse_prefill, *case.attend_args, **case.scales, batch_invariant=True)
     yield f"sparse_prefill batch_invariant {cache}", run
 
-    # On Hopper: clusters, tiles of drafts, pairs of tokens by 8 and by 4 warps, and neither.
-    decode = ((1, 1, 16), (9, 1, 16), (3, 8, 16), (33, 8, 16), (34, 8, 16), (70, 4, 8))
-    decode += ((8, 8, 4), (32, 8, 4))
+    # On Hopper: clusters, tiles of drafts of two groups and of one, pairs of tokens by 8 and by 4
+    # warps, and neither.
+    decode = ((1, 1, 16), (9, 1, 16), (3, 8, 16), (33, 8, 16), (16, 8, 16), (34, 8, 16))
+    decode += ((70, 4, 8), (8, 8, 4), (32, 8, 4))
     for requests, q_len, group in decode:
         lengths = [(q_len, 2400 - 61 * i % 2300) for i in range(requests)]
         heads = dict(hq=4 * group, hkv=4, padding_rows=1)

@@ -36,6 +36,15 @@ __device__ __forceinline__ void load_if(bool there, const float* address, float&
       : "memory");
 }
 
+// What a counter in global memory was before 1 was added to it; past 2^31 - 1 it begins again at 0.
+// Nothing waits for it until the result is looked at: atomicAdd() of a warp's lanes the assembler
+// gathers into one, whose result it passes on by a shuffle, and so waits for memory at once.
+__device__ __forceinline__ int32_t fetch_and_increment(int32_t* counter) {
+  uint32_t before;
+  asm volatile("atom.global.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(before) : "l"(counter));
+  return static_cast<int32_t>(before);
+}
+
 // Has the line of `address` come to L2; nothing waits for it.
 __device__ __forceinline__ void prefetch_to_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));

@@ -178,6 +178,7 @@ struct PrefillPlan {
   Pair* pairs;                 // [Hkv * T * K], by round and row
   WorkItem* work_items;        // [max_items]
   int32_t* round_items;        // [rounds + 1]: first work item of each round
+  int32_t* item_tickets;       // [rounds]: items that CTAs have drawn beyond their first
 };
 
 }  // namespace msa

@@ -11,8 +11,8 @@ namespace msa {
 
 constexpr int64_t kMaxClusterSplits = 16;  // parts of a row that merge in a cluster
 constexpr int64_t kMaxSplits = 128;        // parts of a row that merge by a second launch
-constexpr int kDraftGroups = 2;            // of a tile of draft tokens: kGroupRows rows each
-constexpr int kDraftEntries = 256;         // (token, k) of such a tile
+constexpr int kMaxDraftGroups = 2;         // of a tile of draft tokens: kGroupRows rows each
+constexpr int kGroupEntries = 128;         // (token, k) of such a group
 
 // What the kernels of sparse_decode and paged_decode take.
 struct DecodeParams {
@@ -21,8 +21,10 @@ struct DecodeParams {
   int64_t num_units;    // T * Hkv; unit h * T + t
   int32_t splits;       // CTAs of a unit
   int32_t tokens_each;  // T / B: where a token's request is looked for first
-  int32_t tile_tokens;  // tiles of draft tokens only: the most that one has
+  int32_t tile_groups;  // tiles of draft tokens only: groups that one has,
+  int32_t tile_tokens;  // and the most tokens
   bool two_an_sm;       // clusters only: two CTAs an SM
+  int32_t kept_slices;  // streams only: of a warp's, the first ones, whose lines L2 keeps
 };
 
 // Parts that each (token, KV head) is cut in, a power of two. `blocks`: the most that a row may
@@ -49,19 +51,21 @@ inline DecodeParams plan_decode(const AttendParams& attend, const IdsView& ids, 
           static_cast<int32_t>(decode_splits(units, blocks)),
           static_cast<int32_t>(std::max<int64_t>(1, each)),
           0,
-          false};
+          0,
+          false,
+          0};
 }
 
-// Tokens of a tile of draft tokens, 0 where such tiles do not pay: of one or two tokens a request
-// there is little to share, and a tile, which has an SM of its own, cannot use much more than its
-// share of the memory's speed: tiles must fill the machine, the last round of them too. Requests of
-// more tokens than a tile holds are cut evenly. docs/kernels/sparse_decode.md
-inline int32_t draft_tile_tokens(const DecodeParams& params) {
+// Tokens of a tile of draft tokens of `groups` groups, 0 where such tiles do not pay: of one or two
+// tokens a request there is little to share, and a tile, which has an SM of its own, cannot use
+// much more than its share of the memory's speed: tiles must fill the machine, the last round of
+// them too. Requests of more tokens than a tile holds are cut evenly. docs/kernels/sparse_decode.md
+inline int32_t draft_tile_tokens(const DecodeParams& params, int groups) {
   constexpr int64_t kFewTokens = 3, kSms = 132;
   const int64_t each = params.tokens_each, group_size = params.attend.group_size;
   if (group_size < 8 || each < kFewTokens) return 0;
   const int64_t most =
-      std::min<int64_t>(kDraftGroups * kGroupRows / group_size, kDraftEntries / params.ids.topk);
+      std::min<int64_t>(groups * kGroupRows / group_size, groups * kGroupEntries / params.ids.topk);
   const int64_t request_tiles = (each + most - 1) / most;
   const int64_t tiles =
       request_tiles * params.attend.batch.num_requests * params.attend.num_kv_heads;
@@ -70,9 +74,20 @@ inline int32_t draft_tile_tokens(const DecodeParams& params) {
   return static_cast<int32_t>((each + request_tiles - 1) / request_tiles);
 }
 
+// Tiles of two groups where they fill the machine, since tokens that share a tile share its blocks;
+// of one where it holds the same tokens, or where only so many tiles fill the machine.
+inline void cut_drafts(DecodeParams& params) {
+  params.tile_groups = kMaxDraftGroups;
+  params.tile_tokens = draft_tile_tokens(params, kMaxDraftGroups);
+  const int32_t narrow = draft_tile_tokens(params, 1);
+  if (params.tile_tokens > narrow && params.tile_tokens > 0) return;
+  params.tile_groups = 1;
+  params.tile_tokens = narrow;
+}
+
 // sm90/: calls small enough that every CTA has an SM of its own, or half of one, the splits of a
-// unit merged in a cluster. How to cut, no splits where the call is not that small; `blocks` as
-// above.
+// unit merged in a cluster; caches that fits_tensor_maps(). How to cut, no splits where the call is
+// not that small; `blocks` as above.
 struct ClusterCut {
   int32_t splits = 0;
   bool two_an_sm = false;
@@ -80,6 +95,12 @@ struct ClusterCut {
 ClusterCut decode_cluster_cut(const DecodeParams& params, int64_t blocks,
                               const ExecContext& context);
 void run_decode_cluster(const DecodeParams& params, const ExecContext& context, bool sparse);
+// sm90/, sparse_decode over bfloat16 caches that fits_tensor_maps(), draft tokens of few requests:
+// two neighbouring tokens a cluster. In how many parts a pair is cut, 0 where this does not pay.
+int32_t decode_cluster_pair_splits(const DecodeParams& params, const ExecContext& context);
+void run_decode_cluster_pairs(const DecodeParams& params, const ExecContext& context);
+// sm90/: a CTA a unit, where that fills the machine; caches that fits_tensor_maps().
+void run_decode_stream(const DecodeParams& params, const ExecContext& context, bool sparse);
 // sm90/, sparse_decode: two neighbouring tokens a CTA, the blocks that they share read once.
 void run_decode_pairs(const DecodeParams& params, const ExecContext& context);
 // sm90/, sparse_decode over bfloat16 caches that fits_tensor_maps(): tiles of a request's tokens.

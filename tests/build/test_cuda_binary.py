@@ -15,10 +15,12 @@ PORTABLE = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 HOPPER = ("sm_90a",)
 # Kernel symbol -> architectures that it is compiled for, SASS instructions that it exists for.
 HOT_KERNELS = {
-    "msa_decode_cluster_sm90_kernel": (HOPPER, {"HMMA", "LDGSTS.E", "UCGABAR_ARV", "STAS.128"}),
+    "msa_decode_cluster_pair_sm90_kernel": (HOPPER, {"HMMA", "UTMALDG", "MATCH", "STAS.128"}),
+    "msa_decode_cluster_sm90_kernel": (HOPPER, {"HMMA", "UTMALDG", "UCGABAR_ARV", "STAS.128"}),
     "msa_decode_merge_sm80_kernel": (PORTABLE, {"LDG.E.128"}),
     "msa_decode_pair_sm90_kernel": (HOPPER, {"HMMA", "LDGSTS.E"}),
     "msa_decode_sm80_kernel": (PORTABLE, {"HMMA", "LDGSTS.E"}),
+    "msa_decode_stream_sm90_kernel": (HOPPER, {"HMMA", "LDSM", "UTMALDG", "SYNCS"}),
     "msa_decode_tile_sm90_kernel": (HOPPER, {"HGMMA", "UTMALDG"}),
     "msa_decode_view_sm80_kernel": (PORTABLE, {"SHFL"}),
     "msa_find_candidates_sm90_kernel": (HOPPER, {"VOTE", "ATOMG", "LDG.E.128"}),
@@ -36,7 +38,7 @@ HOT_KERNELS = {
     "msa_rescore_candidates_sm90_kernel": (HOPPER, {"HGMMA", "F2FP.F16.E4M3.UNPACK_B"}),
     "msa_score_bounds_sm90_kernel": (HOPPER, {"QGMMA", "UTMALDG", "USETMAXREG", "VIMNMX3"}),
     "msa_score_factors_sm90_kernel": (HOPPER, {"LDG.E.128"}),
-    "msa_settle_rows_sm90_kernel": (HOPPER, {"SHFL", "VOTE"}),
+    "msa_settle_rows_sm90_kernel": (HOPPER, {"REDUX", "VOTE"}),
     "msa_sparse_prefill_kv_block_sm90_kernel": (HOPPER, {"HGMMA", "UTMALDG", "USETMAXREG"}),
     "msa_sparse_prefill_sm80_kernel": (PORTABLE, {"HMMA.16816.F32.BF16", "LDSM", "LDGSTS.E"}),
     "msa_sparse_prefill_merge_sm90_kernel": (HOPPER, {"LDG.E.EF.128"}),
@@ -67,6 +69,7 @@ CONVERTING_KERNELS = [
     "msa_decode_cluster_sm90_kernel",
     "msa_decode_pair_sm90_kernel",
     "msa_decode_sm80_kernel",
+    "msa_decode_stream_sm90_kernel",
     "msa_index_score_stream_sm80_kernel",
     "msa_index_score_stream_sm90_kernel",
     "msa_index_score_tile_sm80_kernel",

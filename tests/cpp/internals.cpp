@@ -153,7 +153,9 @@ PYBIND11_MODULE(_internals, module) {
     attend.group_size = group_size;
     msa::IdsView ids{};
     ids.topk = topk;
-    return msa::draft_tile_tokens(msa::plan_decode(attend, ids, topk));
+    msa::DecodeParams params = msa::plan_decode(attend, ids, topk);
+    msa::cut_drafts(params);
+    return std::make_pair(params.tile_groups, params.tile_tokens);
   });
   module.def("marked_if_partly", [](uint32_t tokens, int tile_tokens, int group_tokens) {
     return msa::marked_if_partly(tokens, tile_tokens, group_tokens);

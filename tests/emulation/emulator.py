@@ -4,6 +4,7 @@ import ctypes
 import os
 import shlex
 import subprocess
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +28,7 @@ SOURCES = (
     CSRC / "step4_attend/sm80/decode_inst.cu",
     CSRC / "step4_attend/sm90/decode_cluster_inst.cu",
     CSRC / "step4_attend/sm90/decode_pair_inst.cu",
+    CSRC / "step4_attend/sm90/decode_stream_inst.cu",
     CSRC / "step4_attend/sm90/decode_tile_inst.cu",
     CSRC / "configs/built_configs.cpp",
     CSRC / "host/tensor_info.cpp",
@@ -38,8 +40,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch
 """of csrc/common/views.h, in its order"""
 
 
-def build(folder: Path, csrc: Path = CSRC) -> ctypes.CDLL:
-    """Compiles the kernels in `csrc` for the CPU; seconds."""
+def build(
+    folder: Path, csrc: Path = CSRC, sources: Iterable[Path] = SOURCES, others: Iterable[Path] = ()
+) -> ctypes.CDLL:
+    """Compiles the kernels in `csrc` for the CPU, and adds compiled others; seconds."""
     compiler = shlex.split(os.environ.get("CXX") or "g++")
     includes = [f"-I{path}" for path in (HERE / "overlay", HERE, csrc)]
 
@@ -57,7 +61,7 @@ def build(folder: Path, csrc: Path = CSRC) -> ctypes.CDLL:
         assert result.returncode == 0, f"{shlex.join(command)}\n{result.stderr[-8000:]}"
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_source, SOURCES))
+        objects = [*pool.map(compile_source, sources), *map(str, others)]
     library = folder / "emulated_kernels.so"
     run(*compiler, "-shared", "-Wl,--no-undefined", *objects, "-o", str(library))
     return ctypes.CDLL(str(library))
@@ -102,7 +106,8 @@ class Emulator:
         self, index_q, index_k_cache, *batch, window_tokens=None, **rule
     ) -> Tensor:
         """FP8 `select_blocks` by bounds, in windows of so many tokens."""
-        windows = [window_tokens or index_q.size(0), batch[0].size(1)]
+        pages = batch[0].size(1)
+        windows = [window_tokens or index_q.size(0), -(-pages // 8) * 8]
         return self._select("select_by_bounds", index_q, index_k_cache, batch, windows, **rule)
 
     def select_blocks(self, index_q, index_k_cache, *batch, **rule) -> Tensor:

@@ -25,7 +25,7 @@ alignas(1024) thread_local uint8_t shared_memory[kSharedBytes];
 namespace {
 
 constexpr size_t kStackBytes = 256 * 1024;
-constexpr int kMostNaps = 1 << 20;
+constexpr int kMostNaps = 1 << 20, kManyNaps = 1 << 12;
 constexpr int kNap = -1;  // beside the collectives of cuda_runtime.h
 constexpr int kAnyCta = -1;
 
@@ -121,6 +121,7 @@ struct Cta {
 struct Copy {
   int cta;  // whose memory it takes as that of the lane that runs
   std::function<void()> run;
+  bool is_late;  // arrives where nothing else can run
 };
 
 // The CTAs that run in turn, and their lanes one after the other.
@@ -134,6 +135,7 @@ std::string error;
 Grid grid;
 int current = 0, resident = 0, num_lanes = 0;
 uint64_t random_state = 0;
+int slow_warp = 0;  // of each CTA, in random orders: runs where no other can, or seldom
 int cluster_arrived = 0;
 uint32_t cluster_phase = 0;
 int naps = 0;  // since the last phase of a barrier
@@ -182,7 +184,10 @@ int find_lane(int first, int count, int begin, int end) {
 // the warp is left, of its CTA, and now and then of any.
 int choose_lane(bool leaves_warp) {
   const bool random = settings.seed != 0;
-  if (random && !copies.empty() && random_below(8) == 0) run_copy(random_below(copies.size()));
+  if (random && !copies.empty() && random_below(8) == 0) {
+    const uint32_t which = random_below(copies.size());
+    if (!copies[which].is_late) run_copy(which);
+  }
   if (!leaves_warp) {
     const int warp = current / 32 * 32;
     const int next = find_lane(warp + (current + 1) % 32, 32, warp, warp + 32);
@@ -191,7 +196,11 @@ int choose_lane(bool leaves_warp) {
   const int own = current / grid.threads * grid.threads;
   const auto choose = [&](int first, int count) {
     const int warp = random ? random_below(count / 32) : (current - first) / 32 + 1;
-    return find_lane(first + warp * 32 % count, count, first, first + count);
+    const int next = find_lane(first + warp * 32 % count, count, first, first + count);
+    const bool is_slow = next >= 0 && next % grid.threads / 32 == slow_warp;
+    if (!random || !is_slow || random_below(32) == 0) return next;
+    const int behind = next / 32 * 32 + 32;
+    return find_lane(behind < first + count ? behind : first, count, first, first + count);
   };
   if (!random || ctas.size() == 1 || random_below(16) != 0) {
     const int next = choose(own, grid.threads);
@@ -359,6 +368,7 @@ void run_ctas(int first, int count) {
     lane.cluster_phase = 0;
     for (DeferredWork& work : lane.deferred) work = {};
   }
+  slow_warp = random_below(grid.threads / 32);
   error.clear();
   leave_to(main_context, settings.seed == 0 ? 0 : random_below(num_lanes / 32) * 32);
   if (!error.empty()) return;
@@ -409,7 +419,7 @@ void wait_while(const uint32_t& word, uint32_t value, const char* what) {
 
 void copy_later(std::function<void()> copy) {
   if (settings.seed == 0) return copy();
-  copies.push_back({current / grid.threads, std::move(copy)});
+  copies.push_back({current / grid.threads, std::move(copy), random_below(2) == 0});
 }
 
 void defer(Engine engine, std::function<void()> work) {
@@ -482,7 +492,10 @@ int meet_cta(bool vote) {
 void nap() {
   if (++naps > kMostNaps) fail("hangs: a warp polls what never comes");
   exchange(kNap, 0);
-  if (current % 32 == 31) run_others(true);
+  if (current % 32 != 31) return;
+  // Others wait by now, if they ever do.
+  if (naps > kManyNaps && !copies.empty()) run_copy(random_below(copies.size()));
+  run_others(true);
 }
 
 void cluster_arrive() {
@@ -510,7 +523,7 @@ void send_to_cta(int rank, uint32_t address, const void* value, uint32_t bytes,
     count_bytes(find_barrier(ctas[rank], barrier), bytes);
   };
   if (settings.seed == 0) return arrive();
-  copies.push_back({kAnyCta, std::move(arrive)});
+  copies.push_back({kAnyCta, std::move(arrive), random_below(2) == 0});
 }
 
 void barrier_init(const uint64_t* address, uint32_t arrivals) {

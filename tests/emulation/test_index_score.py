@@ -49,9 +49,15 @@ def test_heads(library, rows, heads):
 
 @pytest.mark.parametrize("rows", TILE_ROWS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["bfloat16", "fp8"])
-def test_negative_scores(library, dtype, rows):
+@pytest.mark.parametrize("positive", [0, 2, 5], ids=["all", "every_second", "but_every_fifth"])
+def test_negative_scores(library, dtype, rows, positive):
+    """Of all tokens, or beside tokens with positive ones; and one with nothing but NaN."""
     case = make(dtype)
-    case.index_q.copy_(case.index_q.float().abs().to(dtype))
+    queries = case.index_q.float().abs()
+    if positive:
+        queries[::positive] *= -1
+    queries[7, 1, 100] = torch.nan
+    case.index_q.copy_(queries.to(dtype))
     case.index_k_cache.copy_((-case.index_k_cache.float().abs()).to(dtype))
     check(Emulator(library).index_score(*case.index_args, tile_rows=rows), case)
 

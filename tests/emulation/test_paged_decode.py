@@ -1,4 +1,5 @@
-"""paged_decode on Hopper: whole page tables, by clusters or in parts that a kernel merges."""
+"""paged_decode on Hopper: whole page tables, by clusters, by a CTA each or in parts that a kernel
+merges."""
 
 import pytest
 import torch
@@ -10,19 +11,21 @@ from tests.tolerance import assert_close, assert_lse_close, attention_floor, att
 
 CACHES = [torch.bfloat16, FP8]
 WALK, MERGE = "msa_decode_sm80_kernel", "msa_decode_merge_sm80_kernel"
-CLUSTER = "msa_decode_cluster_sm90_kernel"
+CLUSTER, STREAM = "msa_decode_cluster_sm90_kernel", "msa_decode_stream_sm90_kernel"
 LENGTHS = [(1, 7 * BLOCK + 70), (3, 300), (0, 500), (1, 7), (2, 1)]
 """with padding 9 tokens"""
-WAYS = {  # pages of a row, SMs, kernels
-    "clusters": (9, 132, [CLUSTER]),
-    "walk": (9, 3, [WALK, MERGE]),
-    "32_parts": (300, 132, [WALK, MERGE]),
+WAYS = {  # pages of a row, KV heads, SMs, kernels
+    "clusters": (9, 2, 132, [CLUSTER]),
+    "streams": (9, 10, 3, [STREAM]),
+    "walk": (9, 2, 3, [WALK, MERGE]),
+    "32_parts": (300, 2, 132, [WALK, MERGE]),
 }
 
 
-def make(cache, group=4, max_pages=9, **options):
+def make(cache, way, group=4, **options):
+    max_pages, hkv = WAYS[way][:2]
     options |= {"dtype": torch.bfloat16, "cache_dtype": cache, "max_pages": max_pages}
-    return make_case(LENGTHS, hq=2 * group, hkv=2, **options)
+    return make_case(LENGTHS, hq=hkv * group, hkv=hkv, **options)
 
 
 def check(library, case, way, seed, by_request=True):
@@ -32,9 +35,9 @@ def check(library, case, way, seed, by_request=True):
         where = reference.token_positions(starts, lens, case.num_tokens)
         table, lens, starts = table[where.request], (where.pos + 1).clamp(0).int(), None
     args = (case.q, case.k_cache, case.v_cache, table, lens)
-    emulator = Emulator(library, seed, sms=WAYS[way][1])
+    emulator = Emulator(library, seed, sms=WAYS[way][2])
     out, lse = emulator.paged_decode(*args, cu_seqlens_q=starts, **case.scales)
-    assert [launch.kernel for launch in emulator.launched] == WAYS[way][2]
+    assert [launch.kernel for launch in emulator.launched] == WAYS[way][3]
     exact, exact_lse = reference.paged_decode(
         *args, cu_seqlens_q=starts, **case.scales, compute_dtype=torch.float64
     )
@@ -49,7 +52,7 @@ def check(library, case, way, seed, by_request=True):
 @pytest.mark.parametrize("cache", CACHES, ids=dtype_name)
 def test_orders(library, cache, way):
     """The same bits in each."""
-    case = make(cache, max_pages=WAYS[way][0])
+    case = make(cache, way)
     first = check(library, case, way, seed=0)
     for seed in (1, 2):
         again = check(library, case, way, seed)
@@ -60,14 +63,14 @@ def test_orders(library, cache, way):
 @pytest.mark.parametrize("cache", CACHES, ids=dtype_name)
 def test_rows(library, cache, way):
     options = {"layout": "interleaved", "poison": "inf", "strided": True}
-    case = make(cache, 16, WAYS[way][0], padding_rows=0, **options)
+    case = make(cache, way, 16, padding_rows=0, **options)
     check(library, case, way, seed=3, by_request=False)
 
 
-@pytest.mark.parametrize("way", ["clusters", "walk"])
+@pytest.mark.parametrize("way", ["clusters", "streams", "walk"])
 def test_tables(library, way):
     """Pages outside the cache, and a row that is longer than its table."""
-    case = make(torch.bfloat16, max_pages=9, layout="nhd")
+    case = make(torch.bfloat16, way, layout="nhd")
     case.block_table[0, 2] = -1
     case.block_table[0, 5] = 2**31 - 1
     case.block_table[1, 1] = case.k_cache.size(0)

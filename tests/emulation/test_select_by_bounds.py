@@ -94,15 +94,59 @@ def test_small_terms_after_large_sums(library):
     assert_ids(ids, reference.select_blocks(*case.index_args))
 
 
-def test_negative_scores(library):
-    """Maxima of bits are not those of scores."""
-    case = make()
-    bits = case.index_k_cache.view(torch.uint8)
+def make_negative(case) -> None:
+    """No score is positive but those of every third block of the first request; and they are of
+    different sizes, so that bounds tell them apart."""
     case.index_q.view(torch.uint8).bitwise_and_(0x7F)
-    bits[::3].bitwise_or_(0x80)
-    bits[1::3] = 0
-    ids = Emulator(library).select_by_bounds(*case.index_args)
+    pages = torch.arange(len(case.index_k_cache))
+    keys = case.index_k_cache.float().abs() * -torch.exp2(-2.0 * (pages % 4)).view(-1, 1, 1)
+    blocks = case.block_table[0, ::3]
+    keys[blocks[blocks < len(keys)].long()] *= -1
+    case.index_k_cache.copy_(keys.to(FP8))
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_negative_scores(emulator, every):
+    """Maxima of bits are not those of scores; of some rows only, which others stand beside."""
+    case = make()
+    make_negative(case)
+    negative = torch.arange(case.num_tokens) % every == 0
+    case.index_q.view(torch.uint8)[~negative] |= 0x80
+    ids = emulator.select_by_bounds(*case.index_args)
     assert_selection(ids, case)
+
+
+@pytest.mark.parametrize("width", [130, 700, 1100])
+@pytest.mark.parametrize("negative", [False, True])
+def test_rows_of_nothing_but_nan(library, width, negative):
+    """The first blocks are selected; their neighbours in a warp have scores."""
+    case = make([(33, 100 * BLOCK + 70), (9, 500)], max_pages=width, values="integer")
+    if negative:
+        make_negative(case)
+    case.index_q[::2, 1, 100] = torch.nan
+    ids = Emulator(library).select_by_bounds(*case.index_args)
+    assert_ids(ids, reference.select_blocks(*case.index_args))
+
+
+@pytest.mark.parametrize("values", ["normal", "integer"])
+def test_more_blocks_than_a_warp_looks_at_together(library, values):
+    """Of 1,100, with the best ones among the last, and a row of nothing but NaN."""
+    case = make([(6, 1100 * BLOCK + 70)], values=values)
+    late = case.block_table[0, 1016:1100:7].long()
+    case.index_k_cache[late] = (case.index_k_cache[late].float() * 2).to(FP8)
+    case.index_q[3, 1, 100] = torch.nan
+    rule = dict(init_blocks=1, local_blocks=1)
+    ids = Emulator(library).select_by_bounds(*case.index_args, **rule)
+    assert_selection(ids, case, **rule)
+
+
+@pytest.mark.parametrize("sms", [1, 3])
+def test_blocks_that_many_rows_want(library, sms):
+    """Lists longer than a work item, of rows of 5 heads and of two windows."""
+    case = make([(150, 30 * BLOCK), (9, 500)], heads=5, values="integer")
+    case.index_q[..., 3] = case.index_k_cache[..., 3] = 64
+    ids = Emulator(library, seed=sms, sms=sms).select_by_bounds(*case.index_args, window_tokens=128)
+    assert_ids(ids, reference.select_blocks(*case.index_args))
 
 
 @pytest.mark.parametrize("share", [0.0005, 0.02])

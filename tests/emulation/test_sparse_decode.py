@@ -23,12 +23,15 @@ from tests.tolerance import assert_attention
 CACHES = [torch.bfloat16, FP8]
 WALK, MERGE = "msa_decode_sm80_kernel", "msa_decode_merge_sm80_kernel"
 CLUSTER, PAIR = "msa_decode_cluster_sm90_kernel", "msa_decode_pair_sm90_kernel"
-TILE = "msa_decode_tile_sm90_kernel"
+TILE, STREAM = "msa_decode_tile_sm90_kernel", "msa_decode_stream_sm90_kernel"
+CLUSTER_PAIR = "msa_decode_cluster_pair_sm90_kernel"
 
 FEW = [(1, 9 * BLOCK + 70), (4, 300), (0, 500), (1, 7), (2, 1)]
 """tokens of requests; with padding 11, two a request"""
 DRAFTS = [(5, 6 * BLOCK + 2), (4, 300), (8, 8), (1, 500)]
 """with padding 21, five a request"""
+MORE_DRAFTS = [(10, 6 * BLOCK + 2), (9, 300), (8, 8), (10, 500)]
+"""with padding 40, ten a request"""
 
 
 class Way(NamedTuple):
@@ -51,14 +54,17 @@ WAYS = {
     "two_an_sm": Way(FEW, 6, 2, 60, both((CLUSTER, 128, 5))),
     "one_cta": Way(FEW, 6, 2, 22, both((CLUSTER, 256, 1))),
     "walk": Way(FEW, 6, 2, 3, both((WALK, 128, 0), (MERGE, 128, 0))),
-    "one_split": Way(FEW, 6, 6, 3, both((WALK, 128, 0))),
+    "stream": Way(FEW, 6, 6, 3, both((STREAM, 128, 0))),
+    "cluster_pairs": Way(DRAFTS, 6, 2, 132, {torch.bfloat16: [(CLUSTER_PAIR, 256, 6)]}),
+    "few_splits": Way(DRAFTS, 6, 2, 50, {torch.bfloat16: [(CLUSTER_PAIR, 256, 2)]}),
     "pairs": Way(DRAFTS, 4, 12, 132, {torch.bfloat16: [(PAIR, 256, 0)], FP8: [(PAIR, 128, 0)]}),
     "many_pairs": Way(DRAFTS, 4, 13, 132, both((PAIR, 128, 0))),
-    "tiles": Way(DRAFTS, 4, 30, 132, {torch.bfloat16: [(TILE, 384, 0)]}),
+    "tiles": Way(MORE_DRAFTS, 4, 30, 132, {torch.bfloat16: [(TILE, 384, 0)]}),
+    "narrow_tiles": Way(DRAFTS, 4, 30, 132, {torch.bfloat16: [(TILE, 256, 0)]}),
 }
 
 
-LONG = ("one_split", "many_pairs", "tiles")
+LONG = ("many_pairs", "tiles", "narrow_tiles")
 
 
 def each_way(*without: str):
@@ -106,7 +112,7 @@ def test_orders(library, cache, way):
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 16])
-@each_way("many_pairs", "tiles")
+@each_way("many_pairs", "tiles", "narrow_tiles")
 def test_groups(library, cache, way, group):
     check(library, make(way, cache, group), way, seed=group)
 
@@ -183,9 +189,10 @@ def set_nan(cache, page, row, column):
     [
         (torch.bfloat16, 16, 1, 132, (CLUSTER, 256, 16)),
         (FP8, 16, 1, 132, (CLUSTER, 256, 8)),
-        (torch.bfloat16, 18, 33, 4, (WALK, 128, 0)),
+        (torch.bfloat16, 18, 33, 4, (STREAM, 128, 0)),
+        (FP8, 34, 33, 4, (STREAM, 128, 0)),
     ],
-    ids=["largest_cluster", "largest_cluster_fp8", "walk"],
+    ids=["largest_cluster", "largest_cluster_fp8", "stream", "stream_fp8"],
 )
 def test_long_rows(library, cache, topk, hkv, sms, launched):
     """Clusters that are as large as they get; more slices of a warp than it looks up at a time."""
@@ -195,4 +202,33 @@ def test_long_rows(library, cache, topk, hkv, sms, launched):
     emulator = Emulator(library, seed=7, sms=sms)
     out, lse = emulator.sparse_decode(*case.attend_args, **case.scales)
     assert emulator.launched == [launched]
+    assert_attention(case, out, lse)
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=dtype_name)
+def test_walk_alone(library, cache):
+    """Where a tensor map has no strides like the query's: as many units as are a stream's."""
+    case = make("stream", cache)
+    case = case.with_(q=case.q[:1].expand_as(case.q))
+    emulator = Emulator(library, seed=1)
+    out, lse = emulator.sparse_decode(*case.attend_args, **case.scales)
+    assert emulator.launched == [(WALK, 128, 0)]
+    assert_attention(case, out, lse)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", ["random", "shared", "same", "disjoint", "duplicates"])
+def test_unions(library, kind, seed):
+    """Of two tokens with 16 entries each, all, some or none of them common; and of the last token
+    of a request and the first of the next."""
+    lengths = [(5, 40 * BLOCK + 2), (3, 20 * BLOCK + 1)]
+    drawn = "random" if kind in ("shared", "duplicates") else kind
+    case = make_case(lengths, hq=48, hkv=3, dtype=torch.bfloat16, selection=drawn, padding_rows=1)
+    if kind in ("shared", "duplicates"):
+        case = case.with_(ids=shared_selection(case, 0.7))
+    if kind == "duplicates":
+        case = case.with_(ids=with_duplicates(case.ids))
+    emulator = Emulator(library, seed, sms=132)
+    out, lse = emulator.sparse_decode(*case.attend_args)
+    assert emulator.launched == [(CLUSTER_PAIR, 256, 8)]
     assert_attention(case, out, lse)

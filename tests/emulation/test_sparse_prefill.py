@@ -92,6 +92,38 @@ def test_large_calls(library, cache, share):
     check(emulator, case.with_(ids=shared_selection(case, share)))
 
 
+@pytest.mark.parametrize("cache", CACHES, ids=dtype_name)
+@pytest.mark.parametrize("sms,at_once", [(1, 1), (2, 2), (5, 5), (200, 3)])
+def test_items_are_drawn(library, cache, sms, at_once):
+    """By few CTAs, each of which walks many; and by more than there are items. Of every size."""
+    lengths = [(100, 3 * BLOCK), (2, 6 * BLOCK), *RAGGED]
+    case = make(lengths, group=16, hkv=3, cache_dtype=cache)
+    check(Emulator(library, seed=sms, sms=sms, ctas_at_once=at_once), case)
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=dtype_name)
+@pytest.mark.parametrize("seed", range(12))
+def test_items_of_a_tile(library, cache, seed):
+    """Two consumers in three have none of it, and their q producers may fall behind."""
+    case = make([(3, 40 * BLOCK)], group=16, topk=16, cache_dtype=cache)
+    check(Emulator(library, seed, sms=1), case)
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=dtype_name)
+@pytest.mark.parametrize("sms", [1, 4, 40])
+def test_rounds(library_of_small_rounds, cache, sms):
+    """Items of every round are drawn anew; the slots of one are the next one's."""
+    case = make([(70, 9 * BLOCK), (30, 1000)], cache_dtype=cache)
+    check(Emulator(library_of_small_rounds, seed=sms, sms=sms, ctas_at_once=min(sms, 4)), case)
+
+
+def test_rounds_of_large_calls(library_of_small_rounds):
+    """Leftovers of query-major tiles in many rounds."""
+    case = make([(70, 9 * BLOCK), (30, 1000)], group=16, hkv=11, topk=3)
+    case = case.with_(ids=shared_selection(case, 0.6))
+    check(Emulator(library_of_small_rounds, seed=1, sms=8), case)
+
+
 def test_bits_do_not_depend_on_the_order(library):
     case = make(RAGGED * 2)
     first = Emulator(library).sparse_prefill(*case.attend_args)

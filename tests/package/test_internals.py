@@ -299,17 +299,24 @@ def test_tiles_of_requests():
     topk=st.integers(1, 32),
 )
 def test_draft_tokens_are_cut_evenly(num_tokens, num_requests, num_kv_heads, group_size, topk):
-    """Into as few tiles a request as its tokens need, only where they fill rounds of 132 SMs."""
-    tokens = internals.draft_tile_tokens(num_tokens, num_requests, num_kv_heads, group_size, topk)
-    each, most = max(1, num_tokens // max(1, num_requests)), min(128 // group_size, 256 // topk)
-    request_tiles = -(-each // most)
-    tiles = request_tiles * num_requests * num_kv_heads
-    fills = tiles > 0 and 10 * tiles >= 9 * (-(-tiles // 132) * 132)
-    if group_size < 8 or each < 3 or not fills:
+    """Into as few tiles a request as its tokens need, only where they fill rounds of 132 SMs: of
+    two groups, or of one where they fill more."""
+    groups, tokens = internals.draft_tile_tokens(
+        num_tokens, num_requests, num_kv_heads, group_size, topk
+    )
+    each = max(1, num_tokens // max(1, num_requests))
+    evenly = {}  # groups: tokens of a tile
+    for of_tile in (1, 2):
+        most = min(of_tile * 64 // group_size, of_tile * 128 // topk)
+        request_tiles = -(-each // most)
+        tiles = request_tiles * num_requests * num_kv_heads
+        if tiles > 0 and 10 * tiles >= 9 * (-(-tiles // 132) * 132):
+            evenly[of_tile] = -(-each // request_tiles)
+    if group_size < 8 or each < 3 or not evenly:
         assert tokens == 0
         return
-    assert 0 < tokens <= most and tokens * topk <= 256
-    assert -(-each // tokens) == request_tiles
+    assert tokens == evenly[groups] and groups * 128 >= tokens * topk
+    assert groups == 2 or evenly.get(2, 0) <= tokens
 
 
 def test_blocks_that_a_group_shares_in_part_are_marked():

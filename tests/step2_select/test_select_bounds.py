@@ -26,11 +26,12 @@ WIDTHS = {16384: 150, 8192: 300, 1024: 2200, 512: 4300, 300: 7100}
 """columns of a table and how many rows make a call of it large; each width its own kernel"""
 
 
-def large(width: int, heads: int, prefix: int = 45 * BLOCK + 70, **options):
+def large(width: int, heads: int, prefix: int = 45 * BLOCK + 70, index_dtype=FP8, **options):
     """One request, and a short one behind it."""
     tokens = -(-WIDTHS[width] // heads)
     lengths = [(tokens, prefix + tokens), (5, 21 * BLOCK)]
-    return make_case(lengths, hq=heads, hkv=heads, index_dtype=FP8, max_pages=width, **options)
+    options |= dict(hq=heads, hkv=heads, index_dtype=index_dtype, max_pages=width)
+    return make_case(lengths, **options)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
@@ -124,6 +125,31 @@ def test_nan_queries_and_keys(device, require):
     case.index_q[0] = nan
     case.index_q[5, 1, 7] = nan
     case.index_k_cache[case.block_table[0, 3:40].long(), 5, 77] = nan
+    expected = reference.select_blocks(*case.index_args)
+    assert_ids(msa_kernels.select_blocks(*case.index_args), expected)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rows_of_nothing_but_nan(device, require, width):
+    """Every second row: its score is NaN in every block, and the first ones are selected."""
+    require("select_blocks", FP8, FP8)
+    case = large(width, 2, 100 * BLOCK, values="integer", device=device)
+    case.index_q[:, 1, 100] = float("nan")
+    expected = reference.select_blocks(*case.index_args)
+    assert_ids(msa_kernels.select_blocks(*case.index_args), expected)
+
+
+@pytest.mark.parametrize("index_dtype", [FP8, torch.bfloat16])
+@pytest.mark.parametrize("width", [300, 8192])
+def test_negative_scores(device, require, width, index_dtype):
+    """Most blocks have no key with a positive score; some rows have a NaN among such scores."""
+    require("select_blocks", index_dtype, index_dtype)
+    case = large(width, 4, index_dtype=index_dtype, values="integer", device=device)
+    case.index_q.copy_(case.index_q.float().abs().to(index_dtype))
+    keys = -case.index_k_cache.float().abs()
+    keys[case.block_table[0, 3:40:9].long(), 0, 5] *= -1
+    case.index_k_cache.copy_(keys.to(index_dtype))
+    case.index_q[7, 2, 0] = float("nan")
     expected = reference.select_blocks(*case.index_args)
     assert_ids(msa_kernels.select_blocks(*case.index_args), expected)
 

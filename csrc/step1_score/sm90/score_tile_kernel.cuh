@@ -216,16 +216,68 @@ __device__ __forceinline__ void load_queries(const ScoreWork& work, const ScoreC
   msa::sm90::named_barrier(1 + consumer, 128);
 }
 
-// Of both rows of a thread in an accumulator: the largest of the thread's columns.
-__device__ __forceinline__ void row_maxima(const msa::sm90::Accumulator& values, float& low,
-                                           float& high) {
-  low = max_or_nan(values[0], values[1]);
-  high = max_or_nan(values[2], values[3]);
+// The largest of many values is, by their bits, the largest signed number or, where that is
+// negative, the smallest unsigned one. NaN of the tensor cores is positive, and so above all. There
+// are instructions for three of either, and for two floats at most.
+struct LargestSigned {
+  static __device__ __forceinline__ int32_t of(int32_t a, int32_t b) { return max(a, b); }
+  static __device__ __forceinline__ int32_t of(int32_t a, int32_t b, int32_t c) {
+    return __vimax3_s32(a, b, c);
+  }
+};
+struct SmallestUnsigned {
+  static __device__ __forceinline__ int32_t of(int32_t a, int32_t b) {
+    return static_cast<int32_t>(min(static_cast<uint32_t>(a), static_cast<uint32_t>(b)));
+  }
+  static __device__ __forceinline__ int32_t of(int32_t a, int32_t b, int32_t c) {
+    return static_cast<int32_t>(
+        __vimin3_u32(static_cast<uint32_t>(a), static_cast<uint32_t>(b), static_cast<uint32_t>(c)));
+  }
+};
+
+// Of both rows of a thread in an accumulator: the best of the thread's columns.
+template <typename Best>
+__device__ __forceinline__ void best_of_columns(const msa::sm90::Accumulator& values, int32_t& low,
+                                                int32_t& high) {
+  const auto bits = [&](int i) { return __float_as_int(values[i]); };
+  low = Best::of(bits(0), bits(1));
+  high = Best::of(bits(2), bits(3));
 #pragma unroll
   for (int i = 4; i < 64; i += 4) {
-    low = max_or_nan(low, max_or_nan(values[i], values[i + 1]));
-    high = max_or_nan(high, max_or_nan(values[i + 2], values[i + 3]));
+    low = Best::of(low, bits(i), bits(i + 1));
+    high = Best::of(high, bits(i + 2), bits(i + 3));
   }
+}
+
+// The best of a row: in the even lanes of four that of their lower one, in the odd ones of the
+// upper.
+template <typename Best>
+__device__ __forceinline__ int32_t best_of_quad(const msa::sm90::Accumulator& values) {
+  const bool odd = threadIdx.x & 1;
+  int32_t low, high;
+  best_of_columns<Best>(values, low, high);
+  const int32_t best = Best::of(odd ? high : low, __shfl_xor_sync(kAllLanes, odd ? low : high, 1));
+  return Best::of(best, __shfl_xor_sync(kAllLanes, best, 2));
+}
+
+__device__ __forceinline__ float largest_of_quad(const msa::sm90::Accumulator& values) {
+  int32_t best = best_of_quad<LargestSigned>(values);
+  if (__any_sync(kAllLanes, best < 0)) {
+    const int32_t negative = best_of_quad<SmallestUnsigned>(values);
+    best = best < 0 ? negative : best;
+  }
+  return __int_as_float(best);
+}
+
+// Four rows of four lanes, `best` of which a lane has seen: each lane gets that of one row.
+template <typename Best>
+__device__ __forceinline__ int32_t best_of_rows(const int32_t (&best)[2][2]) {
+  const bool upper = threadIdx.x & 2, odd = threadIdx.x & 1;
+  const int32_t low = Best::of(upper ? best[1][0] : best[0][0],
+                               __shfl_xor_sync(kAllLanes, upper ? best[0][0] : best[1][0], 2));
+  const int32_t high = Best::of(upper ? best[1][1] : best[0][1],
+                                __shfl_xor_sync(kAllLanes, upper ? best[0][1] : best[1][1], 2));
+  return Best::of(odd ? high : low, __shfl_xor_sync(kAllLanes, odd ? low : high, 1));
 }
 
 template <DType dtype>
@@ -286,21 +338,22 @@ __device__ __forceinline__ void consume_pages(const ScoreWork& work,
         }
         wgmma_commit();
       }
-      float best[2][2];
+      int32_t best[2][2];
       wgmma_wait<1>();
       hold(sums[0]);
-      row_maxima(sums[0], best[0][0], best[0][1]);
+      best_of_columns<LargestSigned>(sums[0], best[0][0], best[0][1]);
       wgmma_wait<0>();
       hold(sums[1]);
       if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
-      row_maxima(sums[1], best[1][0], best[1][1]);
-      // Four rows of four lanes: each lane keeps one.
-      const bool upper = lane & 2, odd = lane & 1;
-      float low = max_or_nan(upper ? best[1][0] : best[0][0],
-                             __shfl_xor_sync(kAllLanes, upper ? best[0][0] : best[1][0], 2));
-      float high = max_or_nan(upper ? best[1][1] : best[0][1],
-                              __shfl_xor_sync(kAllLanes, upper ? best[0][1] : best[1][1], 2));
-      score = max_or_nan(odd ? high : low, __shfl_xor_sync(kAllLanes, odd ? low : high, 1));
+      best_of_columns<LargestSigned>(sums[1], best[1][0], best[1][1]);
+      int32_t largest = best_of_rows<LargestSigned>(best);
+      if (__any_sync(kAllLanes, largest < 0)) {
+        best_of_columns<SmallestUnsigned>(sums[0], best[0][0], best[0][1]);
+        best_of_columns<SmallestUnsigned>(sums[1], best[1][0], best[1][1]);
+        const int32_t negative = best_of_rows<SmallestUnsigned>(best);
+        largest = largest < 0 ? negative : largest;
+      }
+      score = __int_as_float(largest);
     } else if (lane == 0) {
       barrier_arrive(&shared.empty[ring.stage]);
     }

@@ -44,6 +44,7 @@ struct BoundedRows {
   IdsView ids;
   int64_t first_token, num_tokens;
   int32_t num_heads;
+  uint32_t inverse_heads;       // ceil(2^31 / num_heads)
   int64_t row_blocks;           // bounds of a row
   uint32_t* bounds;             // [rows][row_blocks]; of candidates of wide rows exact scores
   const int2* token_words;      // [T]: request, visible blocks
@@ -61,18 +62,59 @@ struct BoundedRows {
   int32_t* num_items;
 };
 
-// Where a request's lists begin, and how long each may be.
+// Token of the window, of a row; fewer than 2^17 rows, and up to 64 heads.
+__device__ __forceinline__ int32_t token_of_row(const BoundedRows& work, int32_t row) {
+  return static_cast<int32_t>(__umulhi(static_cast<uint32_t>(row) * 2, work.inverse_heads));
+}
+
+__device__ __forceinline__ int32_t num_rows(const BoundedRows& work) {
+  return static_cast<int32_t>(work.num_tokens) * work.num_heads;
+}
+
+// Where a request's lists begin, and how long each may be. All of a call's rows and of a window's
+// places can be counted in 31 bits.
 struct RequestLists {
-  int64_t begin;
-  int32_t rows;
+  int32_t begin, rows;
 };
 
 __device__ __forceinline__ RequestLists request_lists(const BoundedRows& work, int32_t request) {
-  const int64_t first = max(int64_t{first_token_of(work.batch, request)}, work.first_token);
-  const int64_t end =
-      min(int64_t{first_token_of(work.batch, request + 1)}, work.first_token + work.num_tokens);
-  return {(first - work.first_token) * work.num_heads * work.row_blocks,
-          static_cast<int32_t>(end - first) * work.num_heads};
+  const auto window_begin = static_cast<int32_t>(work.first_token);
+  const int32_t window_end = window_begin + static_cast<int32_t>(work.num_tokens);
+  const int32_t first = max(first_token_of(work.batch, request), window_begin);
+  const int32_t end = min(first_token_of(work.batch, request + 1), window_end);
+  return {(first - window_begin) * work.num_heads * static_cast<int32_t>(work.row_blocks),
+          (end - first) * work.num_heads};
+}
+
+// Where the best keys of a warp end: at least as many as wanted reach `reached`, no more than those
+// reach `missed`.
+struct KeyCut {
+  uint32_t reached, missed;  // keys
+};
+
+// By halving, of kEach keys a lane, of which `reaching` reach `reached`, as many as wanted or more.
+// Ends where as many as wanted are found, or `close` before the exact place.
+template <int kEach>
+__device__ __forceinline__ KeyCut cut_keys(const uint32_t (&keys)[kEach], uint32_t reached,
+                                           int32_t reaching, int32_t wanted, uint32_t close) {
+  uint32_t largest = keys[0];
+#pragma unroll
+  for (int i = 1; i < kEach; ++i) largest = max(largest, keys[i]);
+  uint32_t missed = __reduce_max_sync(kAllLanes, largest) + 1;
+#pragma unroll 1
+  while (reaching > wanted && missed - reached > close) {
+    const uint32_t middle = reached + (missed - reached) / 2;
+    int32_t count = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) count += __popc(__ballot_sync(kAllLanes, keys[i] >= middle));
+    if (count >= wanted) {
+      reached = middle;
+      reaching = count;
+    } else {
+      missed = middle;
+    }
+  }
+  return {reached, reaching == wanted ? reached : missed};
 }
 
 }  // namespace msa::select_blocks::sm90

@@ -92,7 +92,9 @@ bool bounds_pay(const SelectBlocksParams& params, int64_t used_blocks) {
          rows > 128 * requests && used_blocks >= kLeastBlocks &&
          rows * used_blocks >= kLeastScores && batch.max_pages <= kMostBlocks &&
          requests * batch.max_pages <= kMostTableEntries && rows < int64_t{1} << 31 &&
-         cache.num_pages > 0 && cache.page_stride > 0 && cache.token_stride > 0;
+         params.index_q.token_stride < int64_t{1} << 32 &&
+         params.index_q.head_stride < int64_t{1} << 32 && cache.num_pages > 0 &&
+         cache.page_stride > 0 && cache.token_stride > 0;
 }
 
 int64_t bounded_workspace_bytes(const SelectBlocksParams& params, int64_t window_tokens,
@@ -156,6 +158,7 @@ void run_bounded(const SelectBlocksParams& params, int64_t window_tokens, int64_
   rows.rule = params.rule;
   rows.ids = params.ids;
   rows.num_heads = static_cast<int32_t>(heads);
+  rows.inverse_heads = static_cast<uint32_t>(((int64_t{1} << 31) + heads - 1) / heads);
   for (int64_t begin = 0; begin < num_tokens; begin += window_tokens) {
     const int64_t end = std::min(begin + window_tokens, num_tokens);
     work.first_token = work.cut.token_begin = begin;

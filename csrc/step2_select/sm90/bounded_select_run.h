@@ -10,7 +10,8 @@ namespace msa::select_blocks::sm90 {
 // a row, the table's width or what the caller's hint says.
 bool bounds_pay(const SelectBlocksParams& params, int64_t used_blocks);
 
-// Scratch memory of windows of `window_tokens` query tokens, `row_blocks` scores a row.
+// Scratch memory of windows of `window_tokens` query tokens, `row_blocks` scores a row: a multiple
+// of 8 that the table's width fits in, as bounds are stored 8 at a time.
 int64_t bounded_workspace_bytes(const SelectBlocksParams& params, int64_t window_tokens,
                                 int64_t row_blocks);
 

@@ -8,18 +8,18 @@
 //     L_j > (c + 1)-th largest U surely selected
 //     else                       its exact score decides: the row joins the block's list
 //   The row's scores with those exact ones put in select what all exact ones would: a bound that
-//   stays is on the right side of every exact score that could be the c-th.
+//   stays is on the right side of every exact score that could be the c-th. A NaN is exact.
 //
 // Bound by reading the bounds, and by its instructions.
 //
 // Grid      a warp a row.
 // Method    bounds as ordered integers (topk_row.cuh), lane l holds block 32 i + l:
 //   bound   the c-th largest of the lanes' best, less twice their errors: a first L
-//   compact what reaches it, by id, into a list of kRowEntries
+//   compact what reaches it, by id, into a list of kRowEntries; bounds of the list are read again
 //   cut     between the c-th largest U of the list and the rest, found by halving
 //   search  where they are too many, an L by the c-th largest U, found bit by bit; then again. A
 //           row with too many even so is wide: all that reach L are scored.
-// Shared    list, of each row [kRowEntries] of key and block: 2,048 bytes.
+// Shared    list, of each row [kRowEntries] of block: 512 bytes.
 // Registers kValues keys a lane; kValues = 0: rows of any length, bounds read anew each pass.
 // Order     lists fill in any order, of which no result depends: a list is a set of rows.
 // Limits    c <= 32.
@@ -33,6 +33,9 @@ namespace msa::select_blocks::sm90 {
 using index_score::sm90::lower_bound;
 using index_score::sm90::score_error;
 
+constexpr uint32_t kClose = 1024;  // keys: 2^-13 of a score
+constexpr uint32_t kMostSteps = kMostBlocks / 32;
+
 // The score that a key stands for; NaN where none does.
 __device__ __forceinline__ float score_of_key(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
@@ -43,72 +46,79 @@ struct CandidateFinder {
   static constexpr bool kResident = kValues > 0;
 
   const BoundedRows& work;
-  int64_t row;
+  int32_t row, first_entry;  // of the request in the table
   int32_t request;
   const RowBlocks& blocks;
-  uint2* list;  // kRowEntries of key and block
+  uint16_t* list;  // kRowEntries blocks
   int lane;
   const uint32_t* source;  // bounds of the row
-  const float4* block_factors;
   float4 row_factors;
   int32_t first, end, steps;  // this lane's blocks: first, first + 32, ... below end
   uint32_t keys[kResident ? kValues : 1];
 
-  __device__ __forceinline__ CandidateFinder(const BoundedRows& work, int64_t row, int32_t request,
-                                             const RowBlocks& blocks, uint2* list)
+  __device__ __forceinline__ CandidateFinder(const BoundedRows& work, int32_t row, int32_t request,
+                                             const RowBlocks& blocks, uint16_t* list)
       : work(work), row(row), request(request), blocks(blocks), list(list), lane(threadIdx.x % 32) {
+    first_entry = request * static_cast<int32_t>(work.batch.max_pages);
     source = work.bounds + row * work.row_blocks;
-    block_factors = work.block_factors + request * work.batch.max_pages;
-    row_factors = work.row_factors[work.first_token * work.num_heads + row];
+    row_factors = work.row_factors[static_cast<int32_t>(work.first_token) * work.num_heads + row];
     first = blocks.init_end + lane;
     end = blocks.local_begin;
     steps = (end - blocks.init_end + 31) / 32;
     if constexpr (kResident) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
-        keys[i] = first + 32 * i < end ? source[first + 32 * i] : 0;
+        keys[i] = 32 * i < end - first ? source[first + 32 * i] : 0;
       }
     }
   }
 
-  // visit(key, block) for every block of the lane, in whole warps; key 0 where there is none.
+  // visit(key, i) for the lane's blocks of steps begin + i, i < count, in whole warps; key 0 where
+  // there is none.
   template <typename Visit>
-  __device__ __forceinline__ void for_each(const Visit& visit) const {
+  __device__ __forceinline__ void for_steps(int32_t begin, int32_t count,
+                                            const Visit& visit) const {
     if constexpr (kResident) {
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) visit(keys[i], first + 32 * i);
+      for (int i = 0; i < kValues; ++i) visit(keys[i], i);
     } else {
-#pragma unroll 4
-      for (int32_t i = 0; i < steps; ++i) {
-        const int32_t block = first + 32 * i;
-        visit(block < end ? source[block] : 0, block);
+      constexpr int kTogether = 16;  // loads under way before the first visit
+#pragma unroll 1
+      for (int32_t i = 0; i < count; i += kTogether) {
+        uint32_t loaded[kTogether];
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+          const int32_t block = first + 32 * (begin + i + j);
+          loaded[j] = block < end ? source[block] : 0;
+        }
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) visit(loaded[j], i + j);
       }
     }
   }
 
   __device__ __forceinline__ float error_of(int32_t block) const {
-    return score_error(row_factors, block_factors[block]);
+    return score_error(row_factors, work.block_factors[first_entry + block]);
   }
 
   __device__ __forceinline__ uint32_t lower_key(uint32_t key, float error) const {
     return key > 1 ? score_key(lower_bound(score_of_key(key), error)) : key;
   }
 
-  // Of the lanes' best the `capacity`-th largest lower bound: a lower bound of that of the row.
+  // Of the lanes' best the `capacity`-th largest lower bound: a lower bound of that of the row. 1
+  // where lanes are too few for it, 0 where the row has no score but NaN.
   __device__ __forceinline__ uint32_t first_bound(int32_t capacity) const {
-    uint32_t best = 0;
-    int32_t best_block = 0;
-    for_each([&](uint32_t key, int32_t block) {
-      if (key > best) best_block = block;
-      best = max(best, key);
+    // With the step in its lowest bits: 2^-14 of a score less at most, which is a lower bound too.
+    uint32_t packed = 0;
+    for_steps(0, steps, [&](uint32_t key, int i) {
+      packed = max(packed, (key & ~(kMostSteps - 1)) | static_cast<uint32_t>(i));
     });
-    if (best > 1) best = lower_key(best, error_of(best_block));
-    int32_t exceeding = 0;
-#pragma unroll
-    for (int other = 0; other < 32; ++other) {
-      exceeding += __shfl_sync(kAllLanes, best, other) > best;
-    }
-    return max(__reduce_min_sync(kAllLanes, exceeding < capacity ? best : ~0u), 1u);
+    uint32_t best = packed & ~(kMostSteps - 1);  // 0: none, or NaN alone
+    if (best > 0) best = lower_key(best, error_of(first + 32 * (packed % kMostSteps)));
+    const uint32_t smallest = max(__reduce_min_sync(kAllLanes, best), 1u);
+    const int32_t reaching = __popc(__ballot_sync(kAllLanes, best >= smallest));
+    if (reaching < capacity) return min(reaching, 1);
+    return cut_keys<1>({best}, smallest, reaching, capacity, kClose).reached;
   }
 
   // The same by the blocks with the `capacity` largest bounds.
@@ -117,7 +127,7 @@ struct CandidateFinder {
 #pragma unroll 1
     for (uint32_t bit = 1u << 31; bit > 0; bit >>= 1) {
       int32_t reaching = 0;
-      for_each([&](uint32_t key, int32_t) { reaching += key >= (least | bit); });
+      for_steps(0, steps, [&](uint32_t key, int) { reaching += key >= (least | bit); });
       if (__reduce_add_sync(kAllLanes, reaching) >= capacity) least |= bit;
     }
     least = max(least, 1u);
@@ -131,26 +141,37 @@ struct CandidateFinder {
   }
 
   // Blocks that reach `least`, by id, into the list, as far as they fit. Returns how many they are.
+  // Lane i takes those of step i, up to 32 steps at a time: most lanes have one or none, where a
+  // place for each block of each lane would be sought.
   __device__ __forceinline__ int32_t compact(uint32_t least) const {
-    const unsigned lower_lanes = (1u << lane) - 1;
-    int32_t place = 0;
-    for_each([&](uint32_t key, int32_t block) {
-      const bool passes = key >= least;
-      const unsigned passing = __ballot_sync(kAllLanes, passes);
-      const int32_t mine = place + __popc(passing & lower_lanes);
-      if (passes && mine < kRowEntries) list[mine] = {key, static_cast<uint32_t>(block)};
-      place += __popc(passing);
-    });
+    int32_t listed = 0;
+#pragma unroll 1
+    for (int32_t begin = 0; begin < (kResident ? 1 : steps); begin += 32) {
+      unsigned word = 0;
+      for_steps(begin, min(steps - begin, 32), [&](uint32_t key, int i) {
+        const unsigned reaching = __ballot_sync(kAllLanes, key >= least);
+        if (lane == i) word = reaching;
+      });
+      const int32_t end_place = listed + sum_up_to_lane(__popc(word));
+      int32_t place = end_place - __popc(word);
+      listed = __shfl_sync(kAllLanes, end_place, 31);
+      const int32_t first_block = blocks.init_end + 32 * (begin + lane);
+#pragma unroll 1
+      while (word != 0 && place < kRowEntries) {
+        list[place++] = static_cast<uint16_t>(first_block + __ffs(word) - 1);
+        word &= word - 1;
+      }
+    }
     __syncwarp();
-    return place;
+    return listed;
   }
 
   // The row joins the list of `block`; `place`: of its entry.
   __device__ __forceinline__ void join(const RequestLists& lists, int32_t block,
                                        uint32_t place) const {
-    const auto list = static_cast<int32_t>(request * work.batch.max_pages + block);
+    const int32_t list = first_entry + block;
     const int32_t slot = atomicAdd(work.list_counts + int64_t{list} * kCounterStride, 1);
-    const auto begin = static_cast<int32_t>(lists.begin + int64_t{block} * lists.rows);
+    const int32_t begin = lists.begin + block * lists.rows;
     work.lists[begin + slot] =
         static_cast<int32_t>(static_cast<uint32_t>(row) | place << kLogMostRows);
     if (slot % kItemRows == 0) {
@@ -169,60 +190,50 @@ struct CandidateFinder {
     leave_word(kWideRow);
 #pragma unroll 1
     for (int32_t block = first; block < end; block += 32) {
-      if (source[block] >= least && error_of(block) > 0.0f) {
+      const uint32_t key = source[block];
+      if (key >= least && key > 1 && error_of(block) > 0.0f) {
         join(lists, block, 1u << (31 - kLogMostRows));
       }
     }
   }
 
-  // Cuts the `listed` blocks of the list, which reach `least`: what is kept are the row's entries.
+  // Cuts the `listed` blocks of the list, kEach a lane, which reach `least`: what is kept are the
+  // row's entries.
+  template <int kEach>
   __device__ __forceinline__ void cut_list(const RequestLists& lists, int32_t listed,
                                            uint32_t least) const {
-    const int32_t capacity = blocks.capacity;
-    // Two entries a lane.
-    uint32_t key[2], low[2];
-    int32_t block[2];
-    float error[2];
+    uint32_t key[kEach], low[kEach];
+    int32_t block[kEach];
+    float error[kEach];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kEach; ++i) {
       const int place = lane + 32 * i;
-      const uint2 entry = place < listed ? list[place] : uint2{0, 0};
-      key[i] = entry.x;
-      block[i] = static_cast<int32_t>(entry.y);
-      error[i] = key[i] > 0 ? error_of(block[i]) : 0.0f;
+      block[i] = place < listed ? list[place] : 0;
+      key[i] = place < listed ? source[block[i]] : 0;
+      error[i] = key[i] > 1 ? error_of(block[i]) : 0.0f;
       low[i] = lower_key(key[i], error[i]);
     }
-    // Keys: at least `capacity` entries reach `reached`, fewer `missed`. Near enough ends it: a cut
-    // that is not the best makes candidates, not errors.
-    uint32_t reached = least, missed = __reduce_max_sync(kAllLanes, max(key[0], key[1])) + 1;
-    int32_t reaching = listed;
-    while (reaching > capacity && missed - reached > 1024) {
-      const uint32_t middle = reached + (missed - reached) / 2;
-      const int32_t count = __popc(__ballot_sync(kAllLanes, key[0] >= middle)) +
-                            __popc(__ballot_sync(kAllLanes, key[1] >= middle));
-      if (count >= capacity) {
-        reached = middle;
-        reaching = count;
-      } else {
-        missed = middle;
-      }
-    }
-    if (reaching == capacity) missed = reached;
+    // Near enough will do: a cut that is not the best makes candidates, not errors.
+    const KeyCut found = cut_keys(key, least, listed, blocks.capacity, kClose);
     // A lower bound of the c-th largest score, and the largest U of all entries but at most c.
-    const uint32_t cut = __reduce_min_sync(
-        kAllLanes, min(key[0] >= reached ? low[0] : ~0u, key[1] >= reached ? low[1] : ~0u));
-    const uint32_t largest_left = __reduce_max_sync(
-        kAllLanes, max(key[0] < missed ? key[0] : 0u, key[1] < missed ? key[1] : 0u));
+    uint32_t cut = ~0u, largest_left = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (key[i] >= found.reached) cut = min(cut, low[i]);
+      if (key[i] < found.missed) largest_left = max(largest_left, key[i]);
+    }
+    cut = __reduce_min_sync(kAllLanes, cut);
+    largest_left = __reduce_max_sync(kAllLanes, largest_left);
     const unsigned lower_lanes = (1u << lane) - 1;
     int32_t place = 0;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kEach; ++i) {
       const bool sure = low[i] > largest_left;
       const bool kept = key[i] > 0 && (sure || key[i] >= cut);
       const unsigned keeping = __ballot_sync(kAllLanes, kept);
       if (kept) {
         const int mine = place + __popc(keeping & lower_lanes);
-        const int64_t entry = row * kRowEntries + mine;
+        const int32_t entry = row * kRowEntries + mine;
         work.entries[entry] = static_cast<uint16_t>(block[i] | (sure ? kSureEntry : 0));
         if (!sure) {
           if (error[i] > 0.0f) {
@@ -241,30 +252,37 @@ struct CandidateFinder {
     const int32_t capacity = blocks.capacity;
     const RequestLists lists = request_lists(work, request);
     uint32_t least = first_bound(capacity);
-    int32_t listed = compact(least);
+    int32_t listed = compact(max(least, 1u));
+    if (least == 0) {
+      least = 1;
+      listed = min(listed, kRowEntries);  // all are equal, and the first ones selected
+    }
     if (listed > kRowEntries) {
       least = max(least, better_bound(capacity));
       __syncwarp();
       listed = compact(least);
     }
+    // Most lists would leave half of the warp's work to nothing.
     if (listed > kRowEntries) {
       join_all(lists, least);
+    } else if (listed <= 32) {
+      cut_list<1>(lists, listed, least);
     } else {
-      cut_list(lists, listed, least);
+      cut_list<2>(lists, listed, least);
     }
   }
 };
 
 template <int kValues>
-__global__ void __launch_bounds__(kRowsPerCta * 32, kValues == 32 ? 5 : 8)
+__global__ void __launch_bounds__(kRowsPerCta * 32, kValues == 16 ? 8 : 6)
     msa_find_candidates_sm90_kernel(const __grid_constant__ BoundedRows work) {
-  __shared__ uint2 lists[kRowsPerCta][kRowEntries];
+  __shared__ uint16_t lists[kRowsPerCta][kRowEntries];
   const int warp = threadIdx.x / 32;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerCta + warp;
-  if (row >= work.num_tokens * work.num_heads) return;
+  const auto row = static_cast<int32_t>(blockIdx.x * kRowsPerCta + warp);
+  if (row >= num_rows(work)) return;
   // The kernel before this one has waited for the one that wrote the words, and writes bounds.
   const int2 word =
-      work.token_words[work.first_token + static_cast<uint32_t>(row) / work.num_heads];
+      work.token_words[work.first_token + token_of_row(work, static_cast<int32_t>(row))];
   const RowBlocks blocks(work.rule, word.y);
   wait_for_previous_kernel();
   start_next_kernel();

@@ -33,20 +33,17 @@ struct RescoreSharedStorage {
 };
 static_assert(sizeof(RescoreSharedStorage) <= 113 * 1024, "two CTAs an SM");
 
-// Chunk `chunk` of a row of e4m3, as float16 in the layout of the products. Both stores of a warp
-// meet every bank evenly: the threads of either half begin with another chunk.
+// Chunk `chunk` of a row of e4m3, as float16 in the layout of the products. Each store of a warp
+// meets every bank evenly where eight threads hold half of each of two neighbouring rows.
 template <int kRows>
 __device__ __forceinline__ void store_halves(uint8_t (&target)[2][kRows][128], int row, int chunk,
                                              const uint4& bits) {
   using index_score::sm90::swizzled;
   uint4 halves[2];
   index_score::sm90::to_half(bits, halves);
-  const int half = chunk / 4;
-  uint8_t* const place = target[half][row];
-  *reinterpret_cast<uint4*>(place + swizzled(row, chunk % 4 * 2 + half)) =
-      half ? halves[1] : halves[0];
-  *reinterpret_cast<uint4*>(place + swizzled(row, chunk % 4 * 2 + 1 - half)) =
-      half ? halves[0] : halves[1];
+  uint8_t* const place = target[chunk / 4][row];
+  *reinterpret_cast<uint4*>(place + swizzled(row, chunk % 4 * 2)) = halves[0];
+  *reinterpret_cast<uint4*>(place + swizzled(row, chunk % 4 * 2 + 1)) = halves[1];
 }
 
 __global__ void __launch_bounds__(kRescoreThreads, 2)
@@ -55,7 +52,10 @@ __global__ void __launch_bounds__(kRescoreThreads, 2)
   constexpr int kChunks = kHeadDim / 16, kTogether = kRescoreThreads / kChunks;
   extern __shared__ __align__(1024) uint8_t shared_memory[];
   auto& shared = *reinterpret_cast<RescoreSharedStorage*>(shared_memory);
-  const int thread = threadIdx.x, lane = thread % 32, chunk = thread % kChunks;
+  const int thread = threadIdx.x, lane = thread % 32;
+  // Of rows and keys the thread has chunk `chunk` of first_row, first_row + kTogether, ...
+  const int chunk = lane % 4 + lane / 8 % 2 * 4;
+  const int first_row = thread / 32 * 4 + lane / 16 * 2 + lane / 4 % 2;
   const int warpgroup = __shfl_sync(kAllLanes, thread / 128, 0);
   const uint64_t q_base = make_descriptor(shared_address(shared.q[0][warpgroup * 128]), 16, 1024);
   const uint64_t k_base = make_descriptor(shared_address(shared.k[0]), 16, 1024);
@@ -67,9 +67,13 @@ __global__ void __launch_bounds__(kRescoreThreads, 2)
            item.block_chunk / kMostBlocks * kItemRows;
 #pragma unroll
     for (int j = 0; j < kQueries; ++j) {
-      places[j] = work.lists[item.begin + thread / kChunks + j * kTogether];
+      places[j] = work.lists[item.begin + first_row + j * kTogether];
     }
   };
+  const uint8_t* const first_query = static_cast<const uint8_t*>(work.index_q.data) +
+                                     work.first_token * work.index_q.token_stride + chunk * 16;
+  const auto token_stride = static_cast<uint32_t>(work.index_q.token_stride);
+  const auto head_stride = static_cast<uint32_t>(work.index_q.head_stride);
   wait_for_previous_kernel();
   start_next_kernel();
   const int32_t num_items = *work.num_items;
@@ -86,35 +90,32 @@ __global__ void __launch_bounds__(kRescoreThreads, 2)
     const int32_t block = item.block_chunk % kMostBlocks;
     const int32_t item_rows = min(rows, kItemRows);
     // Its page is there: its factors are not 0.
-    const uint8_t* page = static_cast<const uint8_t*>(work.index_k_cache.data) +
-                          item.page * work.index_k_cache.page_stride;
+    const uint8_t* const first_key = static_cast<const uint8_t*>(work.index_k_cache.data) +
+                                     item.page * work.index_k_cache.page_stride + chunk * 16 +
+                                     first_row * work.index_k_cache.token_stride;
     uint4 keys[kKeys], queries[kQueries];
 #pragma unroll
     for (int j = 0; j < kKeys; ++j) {
-      const int key = thread / kChunks + j * kTogether;
-      keys[j] = *reinterpret_cast<const uint4*>(page + key * work.index_k_cache.token_stride +
-                                                chunk * 16);
+      keys[j] = *reinterpret_cast<const uint4*>(first_key +
+                                                j * kTogether * work.index_k_cache.token_stride);
     }
 #pragma unroll
     for (int j = 0; j < kQueries; ++j) {
-      queries[j] = {0, 0, 0, 0};
-      if (thread / kChunks + j * kTogether < item_rows) {
-        const uint32_t row = places[j] & ((1u << kLogMostRows) - 1);
-        const uint32_t token = row / work.num_heads, head = row - token * work.num_heads;
-        queries[j] =
-            *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(work.index_q.data) +
-                                            (work.first_token + token) * work.index_q.token_stride +
-                                            head * work.index_q.head_stride + chunk * 16);
-      }
+      // Past the item's rows any row does: of its scores nothing is kept.
+      const int32_t row =
+          j * kTogether < item_rows - first_row ? places[j] & ((1 << kLogMostRows) - 1) : 0;
+      const uint32_t token = token_of_row(work, row), head = row - token * work.num_heads;
+      queries[j] = *reinterpret_cast<const uint4*>(first_query + uint64_t{token} * token_stride +
+                                                   uint64_t{head} * head_stride);
     }
     __syncthreads();  // what the item before left has been read
 #pragma unroll
     for (int j = 0; j < kKeys; ++j) {
-      store_halves(shared.k, thread / kChunks + j * kTogether, chunk, keys[j]);
+      store_halves(shared.k, first_row + j * kTogether, chunk, keys[j]);
     }
 #pragma unroll
     for (int j = 0; j < kQueries; ++j) {
-      const int row = thread / kChunks + j * kTogether;
+      const int row = first_row + j * kTogether;
       store_halves(shared.q, row, chunk, queries[j]);
       if (chunk == 0) shared.places[row] = places[j];
     }
@@ -123,8 +124,8 @@ __global__ void __launch_bounds__(kRescoreThreads, 2)
     if (more) load_places(next, rows, places);
 #pragma unroll 1
     for (int tile = 0; tile < 2; ++tile) {
-      const int first_row = warpgroup * 128 + tile * 64;
-      if (first_row >= item_rows) break;
+      const int tile_row = warpgroup * 128 + tile * 64;
+      if (tile_row >= item_rows) break;
       Accumulator sums;
       wgmma_fence();
 #pragma unroll
@@ -136,13 +137,9 @@ __global__ void __launch_bounds__(kRescoreThreads, 2)
       wgmma_commit();
       wgmma_wait<0>();
       hold(sums);
-      float low, high;
-      index_score::sm90::row_maxima(sums, low, high);
+      const float score = index_score::sm90::largest_of_quad(sums);
       // Two rows of four lanes: the first two keep one each.
-      const bool odd = lane & 1;
-      float score = max_or_nan(odd ? high : low, __shfl_xor_sync(kAllLanes, odd ? low : high, 1));
-      score = max_or_nan(score, __shfl_xor_sync(kAllLanes, score, 2));
-      const int row = first_row + thread / 32 % 4 * 16 + (odd ? 8 : 0) + lane / 4;
+      const int row = tile_row + thread / 32 % 4 * 16 + (lane & 1) * 8 + lane / 4;
       if (!(lane & 2) && row < item_rows) {
         const auto place = static_cast<uint32_t>(shared.places[row]);
         const int64_t number = place & ((1u << kLogMostRows) - 1);

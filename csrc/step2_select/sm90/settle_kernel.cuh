@@ -4,8 +4,9 @@
 // Bound by latency: a warp a row reads its list and the exact scores of it, all at once.
 //
 // Grid      a warp a row.
-// Method    entries of the list are ranked against each other, of equal scores the lower block
-//           first. A wide row has no list: the c-th largest of its scores is found bit by bit.
+// Method    what is left to select ends at a score that is found by halving, of equal scores with
+//           the lower block. A wide row has no list: the c-th largest of its scores is found bit by
+//           bit.
 // Next      sets the counters of the window's lists to zero, for the next window.
 #pragma once
 
@@ -22,10 +23,11 @@ struct RowSettler {
   int32_t place;  // of the row's next id
 
   __device__ __forceinline__ RowSettler(const BoundedRows& work, const RowBlocks& blocks,
-                                        int64_t row)
+                                        int32_t row)
       : work(work), blocks(blocks), lane(threadIdx.x % 32), place(blocks.init_end) {
-    const int64_t token = work.first_token + static_cast<uint32_t>(row) / work.num_heads;
-    const auto head = static_cast<int64_t>(static_cast<uint32_t>(row) % work.num_heads);
+    const int32_t token_of_window = token_of_row(work, row);
+    const int64_t token = work.first_token + token_of_window;
+    const int64_t head = row - token_of_window * work.num_heads;
     scores = work.bounds + row * work.row_blocks;
     target = static_cast<int32_t*>(work.ids.data) + head * work.ids.head_stride +
              token * work.ids.token_stride;
@@ -40,37 +42,38 @@ struct RowSettler {
     place += __popc(taking);
   }
 
-  // Two entries a lane, and what was written where their exact scores would be.
+  // kEach entries a lane, and what was written where their exact scores would be.
+  template <int kEach>
   __device__ __forceinline__ void settle_list(int32_t listed, const int32_t (&entries)[2],
                                               const uint32_t (&exact)[2]) {
-    uint32_t key[2];
-    int32_t rank[2];
-    bool sure[2];
-    int32_t left = blocks.capacity;
-    const unsigned lower_lanes = (1u << lane) - 1;
+    uint32_t key[kEach];
+    bool sure[kEach], takes[kEach];
+    int32_t left = blocks.capacity, open = 0;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kEach; ++i) {
       const bool is_there = lane + 32 * i < listed;
       sure[i] = is_there && (entries[i] & kSureEntry);
       key[i] = is_there && !sure[i] ? exact[i] : 0;
       left -= __popc(__ballot_sync(kAllLanes, sure[i]));
-      rank[i] = __popc(__match_any_sync(kAllLanes, key[i]) & lower_lanes);
+      open += __popc(__ballot_sync(kAllLanes, key[i] > 0));
+    }
+    // Sure ones are no more than are selected, and with the open ones no fewer.
+    const uint32_t least = left > 0 ? cut_keys(key, 1u, open, left, 1u).reached : ~0u;
+    int32_t equal_left = left;  // of those at the cut the first
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      equal_left -= __popc(__ballot_sync(kAllLanes, key[i] > least));
     }
 #pragma unroll
-    for (int other = 0; other < 32; ++other) {
-      rank[0] += __shfl_sync(kAllLanes, key[0], other) > key[0];
-    }
-    if (listed > 32) {
-#pragma unroll
-      for (int other = 0; other < 32; ++other) {
-        const uint32_t theirs = __shfl_sync(kAllLanes, key[1], other);
-        rank[0] += theirs > key[0];
-        rank[1] += (theirs > key[1]) + (__shfl_sync(kAllLanes, key[0], other) >= key[1]);
-      }
+    for (int i = 0; i < kEach; ++i) {
+      const unsigned equal = __ballot_sync(kAllLanes, key[i] == least);
+      const int before = __popc(equal & ((1u << lane) - 1));
+      takes[i] = key[i] > least || (key[i] == least && before < equal_left);
+      equal_left -= __popc(equal);
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      append(sure[i] || (key[i] > 0 && rank[i] < left), entries[i] & (kSureEntry - 1));
+    for (int i = 0; i < kEach; ++i) {
+      append(sure[i] || takes[i], entries[i] & (kSureEntry - 1));
     }
   }
 
@@ -120,7 +123,7 @@ struct RowSettler {
 
 __global__ void __launch_bounds__(kRowsPerCta * 32, 1)
     msa_settle_rows_sm90_kernel(const __grid_constant__ BoundedRows work) {
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerCta + threadIdx.x / 32;
+  const auto row = static_cast<int32_t>(blockIdx.x * kRowsPerCta + threadIdx.x / 32);
   const int lane = threadIdx.x % 32;
   wait_for_previous_kernel();
   start_next_kernel();
@@ -130,7 +133,7 @@ __global__ void __launch_bounds__(kRowsPerCta * 32, 1)
     work.list_counts[list * kCounterStride] = 0;
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) *work.num_items = 0;
-  if (row >= work.num_tokens * work.num_heads) return;
+  if (row >= num_rows(work)) return;
 
   // All loads at once, whatever the row is.
   const int32_t word = work.row_words[row];
@@ -146,8 +149,10 @@ __global__ void __launch_bounds__(kRowsPerCta * 32, 1)
   RowSettler settler(work, blocks, row);
   if (listed == kWideRow) {
     settler.settle_wide();
+  } else if (listed > 32) {
+    settler.settle_list<2>(listed, entries, exact);
   } else if (listed > 0) {
-    settler.settle_list(listed, entries, exact);
+    settler.settle_list<1>(listed, entries, exact);
   }
   settler.finish();
 }

@@ -16,11 +16,11 @@
 //           5 every entry to its row; meanwhile the CTAs' totals arrive
 //           6 pairs to memory, neighbours by neighbours: 3000 scattered stores took 6 us
 //           7 work items to memory, the largest first
-// The CTAs that attend take items by turns (prefill_kv_block_kernel.cuh): large ones first, they
-// end together. Items of one size are in the order of heads and rows, the pairs of a row in any: no
-// result depends on it. Slots are fixed, K a (head, token), and so is where the pairs of a head
-// begin. Memory is waited for once, and the loops are not unrolled: fetching the code is a part of
-// the time.
+// The CTAs that attend draw items in this order (prefill_kv_block_kernel.cuh): large ones first,
+// they end together. Items of one size are in the order of heads and rows, the pairs of a row in
+// any: no result depends on it. Slots are fixed, K a (head, token), and so is where the pairs of a
+// head begin. Memory is waited for once, and the loops are not unrolled: fetching the code is a
+// part of the time.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -293,6 +293,7 @@ __global__ void __launch_bounds__(kShortThreads)
     }
     plan.round_items[0] = 0;
     plan.round_items[1] = static_cast<int32_t>(total);
+    plan.item_tickets[0] = 0;
   }
 #pragma unroll 1
   for (int i = first_row; i < end_row; ++i) {

@@ -10,7 +10,7 @@ namespace {
 
 namespace sm80 = decode::sm80;
 
-enum class Way { kPortable, kCluster, kPairs, kTiles };
+enum class Way { kPortable, kCluster, kClusterPairs, kStream, kPairs, kTiles };
 
 // A call, cut; by its shapes and the device alone.
 struct Plan {
@@ -35,13 +35,21 @@ Plan plan_call(const AttendParams& attend, const IdsView& ids, int64_t blocks, b
                const ExecContext& context) {
   DecodeParams params = plan_decode(attend, ids, blocks);
   if (!runs_sm90(context, attend.q.dtype, attend.k_cache.dtype)) return {params, Way::kPortable};
-  if (sparse && attend.k_cache.dtype == DType::kBFloat16 && fits_tensor_maps(attend)) {
-    params.tile_tokens = draft_tile_tokens(params);
+  const bool fits = fits_tensor_maps(attend);
+  if (sparse && attend.k_cache.dtype == DType::kBFloat16 && fits) {
+    cut_drafts(params);
     if (params.tile_tokens > 0) return {params, Way::kTiles};
   }
   if (sparse && takes_pairs(params)) return {params, Way::kPairs};
+  if (!fits) return {params, Way::kPortable};
+  if (sparse && attend.k_cache.dtype == DType::kBFloat16) {
+    if (const int32_t splits = decode_cluster_pair_splits(params, context)) {
+      params.splits = splits;
+      return {params, Way::kClusterPairs};
+    }
+  }
   const ClusterCut cut = decode_cluster_cut(params, blocks, context);
-  if (cut.splits == 0) return {params, Way::kPortable};
+  if (cut.splits == 0) return {params, params.splits == 1 ? Way::kStream : Way::kPortable};
   params.splits = cut.splits;
   params.two_an_sm = cut.two_an_sm;
   return {params, Way::kCluster};
@@ -73,6 +81,8 @@ void run(const Plan& plan, const ExecContext& context) {
   const bool fp8 = cache == DType::kFloat8E4M3;
   require_built(context.op, q, cache);
   if (plan.way == Way::kCluster) return run_decode_cluster(plan.params, context, kSparse);
+  if (plan.way == Way::kClusterPairs) return run_decode_cluster_pairs(plan.params, context);
+  if (plan.way == Way::kStream) return run_decode_stream(plan.params, context, kSparse);
   if (plan.way == Way::kPairs) return run_decode_pairs(plan.params, context);
   if (plan.way == Way::kTiles) return run_decode_tiles(plan.params, context);
   if (fp8) return launch<__nv_fp8_e4m3, kSparse>(plan.params, context);

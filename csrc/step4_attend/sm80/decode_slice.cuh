@@ -12,6 +12,10 @@
 //           V: bf16 c ^ r % 8, read transposed by ldmatrix; FP8 c ^ 2 (r / 2 % 4), paired token
 //           by token by byte permutes. Of FP8 the columns of o come out in another order, see
 //           there. No bank conflicts, but of the FP8 reads 8 bytes wide.
+// Boxes     how Hopper's bulk copies bring a slice (kBoxes): rows of 128 bytes, vector c of row r
+//           at c ^ r % 8; of bf16 half of d after half. Columns 2 t and 2 t + 1 of a tile of S are
+//           its tokens t and t + 4, whose vectors lie in different banks; V is read by ldmatrix,
+//           its rows in the order of S's columns.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -40,7 +44,12 @@ struct Slice {
   static constexpr int kPerBlock = kBlock / kTokens;
   static constexpr int kColumns = kTokens / 8;  // tiles of S
   static constexpr int kParts = kVectors / 4;   // of a row of K: a quad's 4 vectors each
+  static constexpr int kBoxRowBytes = 128;
+  static constexpr int kHalfBytes = kTokens * kBoxRowBytes;  // of a box; FP8: all of it
 };
+
+// Boxes: the token of a tile of 8 that is column `column` of S.
+__device__ __forceinline__ int token_of_column(int column) { return column / 2 + column % 2 * 4; }
 
 // 2^(m - reference) with a reference that keeps an empty row's weight at 0 instead of NaN.
 __device__ __forceinline__ float reference_of(float maximum) {
@@ -146,18 +155,32 @@ __device__ __forceinline__ uint32_t key_address(uint32_t k) {
   return k + row * Slice<Element>::kRowBytes + row % 2 * 64 + lane % 4 * 16;
 }
 
-// s = Q K^T of a slice; even and odd products in sums of their own, half as long a chain.
+// The same of a box, for column g of S; other parts: see score().
 template <typename Element>
+__device__ __forceinline__ uint32_t box_key_address(uint32_t k) {
+  const int lane = threadIdx.x % 32, row = token_of_column(lane / 4);
+  return k + row * Slice<Element>::kBoxRowBytes + (lane % 4 ^ row) * 16;
+}
+
+// s = Q K^T of a slice; even and odd products in sums of their own, half as long a chain.
+template <typename Element, bool kBoxes = false>
 __device__ __forceinline__ void score(const Query<Element>& query, uint32_t k,
                                       float (&s)[Slice<Element>::kColumns][4]) {
   using S = Slice<Element>;
-  const uint32_t address = key_address<Element>(k);
+  const uint32_t address = kBoxes ? box_key_address<Element>(k) : key_address<Element>(k);
+  const auto place_of = [&](int tile, int part) {
+    if constexpr (kBoxes) {
+      return (address ^ part % 2 * 64) + part / 2 * S::kHalfBytes + tile * 8 * S::kBoxRowBytes;
+    } else {
+      return (address ^ part * 64) + tile * 8 * S::kRowBytes;
+    }
+  };
 #pragma unroll
   for (int tile = 0; tile < S::kColumns; ++tile) {
     float even[4] = {}, odd[4] = {};
 #pragma unroll
     for (int part = 0; part < S::kParts; ++part) {
-      const uint4 bits = load_shared_16((address ^ part * 64) + tile * 8 * S::kRowBytes);
+      const uint4 bits = load_shared_16(place_of(tile, part));
       if constexpr (S::kFp8) {
         const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
@@ -217,19 +240,70 @@ __device__ __forceinline__ void for_value_operands(uint32_t v, int step, const V
   }
 }
 
+// Of two tokens side by side, d and d + 1 each: d of both, then d + 1 of both.
+__device__ __forceinline__ void convert_values(uint32_t word, uint32_t& first, uint32_t& second) {
+  fp8_to_f16(__byte_perm(word, 0, 0x3120), first, second);
+}
+
+// for_value_operands() of a box, all steps: calls visit(step, n, b0, b1). Of tile n: bf16: d = 8 n
+// + column; FP8: d = 16 (n / 2) + 2 column + n % 2.
+template <typename Element, typename Visit>
+__device__ __forceinline__ void for_box_value_operands(uint32_t v, const Visit& visit) {
+  using S = Slice<Element>;
+  const int lane = threadIdx.x % 32, row = token_of_column(lane % 8);
+  if constexpr (S::kFp8) {  // matrices: 8 tokens each, of one vector
+    const uint32_t address = v + (lane / 8 * 8 + row) * S::kBoxRowBytes + row * 16;
+#pragma unroll
+    for (int vector = 0; vector < S::kVectors; ++vector) {
+      uint32_t b[4];
+      load_matrices_transposed(b, address ^ vector * 16);
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        uint32_t first[2], second[2];
+        convert_values(b[2 * step], first[0], second[0]);
+        convert_values(b[2 * step + 1], first[1], second[1]);
+        visit(step, 2 * vector, first[0], first[1]);
+        visit(step, 2 * vector + 1, second[0], second[1]);
+      }
+    }
+  } else {  // matrices: tokens 0-7, 8-15; then the next vector
+    const uint32_t address =
+        v + (lane / 8 % 2 * 8 + row) * S::kBoxRowBytes + (lane / 16 ^ row) * 16;
+#pragma unroll
+    for (int n = 0; n < 16; n += 2) {
+      uint32_t b[4];
+      load_matrices_transposed(b, (address ^ n % 8 * 16) + n / 8 * S::kHalfBytes);
+      visit(0, n, b[0], b[1]);
+      visit(0, n + 1, b[2], b[3]);
+    }
+  }
+}
+
 // s -> logits in log2 units, those past `valid` -inf, and the largest of rows g and g + 8.
-template <int kColumns>
+template <bool kBoxes = false, int kColumns>
 __device__ __forceinline__ void scale_logits(float (&s)[kColumns][4], int valid,
                                              const float (&scale)[2], float (&largest)[2]) {
   const int quad = threadIdx.x % 4;
   largest[0] = largest[1] = -INFINITY;
 #pragma unroll
-  for (int tile = 0; tile < kColumns; ++tile) {
+  for (auto& tile : s) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      s[tile][i] = tile * 8 + quad * 2 + i % 2 < valid ? s[tile][i] * scale[i / 2] : -INFINITY;
-      largest[i / 2] = fmaxf(largest[i / 2], s[tile][i]);
+    for (int i = 0; i < 4; ++i) tile[i] *= scale[i / 2];
+  }
+  if (valid < kColumns * 8) {  // but for the last slice that a token sees, all or nothing counts
+#pragma unroll
+    for (int tile = 0; tile < kColumns; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = tile * 8 + (kBoxes ? quad + i % 2 * 4 : quad * 2 + i % 2);
+        if (token >= valid) s[tile][i] = -INFINITY;
+      }
     }
+  }
+#pragma unroll
+  for (const auto& tile : s) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) largest[i / 2] = fmaxf(largest[i / 2], tile[i]);
   }
 #pragma unroll
   for (float& value : largest) {
@@ -239,7 +313,7 @@ __device__ __forceinline__ void scale_logits(float (&s)[kColumns][4], int valid,
 }
 
 // What a warp holds of 16 rows while it walks its slices; of a lane rows g and g + 8.
-template <typename Element>
+template <typename Element, bool kBoxes = false>
 struct Rows {
   using S = Slice<Element>;
   using Weights = uint32_t[S::kColumns][2];
@@ -264,7 +338,7 @@ struct Rows {
   __device__ __forceinline__ void softmax(float (&s)[S::kColumns][4], int valid,
                                           const float (&scale)[2], Weights& p, float (&factor)[2]) {
     float largest[2], reference[2], added[2] = {};
-    scale_logits(s, valid, scale, largest);
+    scale_logits<kBoxes>(s, valid, scale, largest);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       largest[r] = fmaxf(largest[r] - kFirstWeight, maximum[r]);
@@ -306,10 +380,15 @@ struct Rows {
 
   // o += P V.
   __device__ __forceinline__ void add_values(uint32_t v, const Weights& p) {
+    if constexpr (kBoxes) {
+      for_box_value_operands<Element>(
+          v, [&](int step, int n, uint32_t b0, uint32_t b1) { multiply(p, step, n, b0, b1); });
+    } else {
 #pragma unroll
-    for (int step = 0; step < S::kTokens / 16; ++step) {
-      for_value_operands<Element>(
-          v, step, [&](int n, uint32_t b0, uint32_t b1) { multiply(p, step, n, b0, b1); });
+      for (int step = 0; step < S::kTokens / 16; ++step) {
+        for_value_operands<Element>(
+            v, step, [&](int n, uint32_t b0, uint32_t b1) { multiply(p, step, n, b0, b1); });
+      }
     }
   }
 
@@ -322,7 +401,13 @@ struct Rows {
       sum[r] += __shfl_xor_sync(kAllLanes, sum[r], 2);
       float* out = shared_o + (row + 8 * r) * kOStride;
       if (quad == 0) shared_state[row + 8 * r] = make_float2(maximum[r], sum[r]);
-      if constexpr (S::kFp8) {
+      if constexpr (S::kFp8 && kBoxes) {
+#pragma unroll
+        for (int n = 0; n < 16; n += 2) {
+          *reinterpret_cast<float4*>(out + n * 8 + quad * 4) =
+              make_float4(o[n][2 * r], o[n + 1][2 * r], o[n][2 * r + 1], o[n + 1][2 * r + 1]);
+        }
+      } else if constexpr (S::kFp8) {
 #pragma unroll
         for (int n = 0; n < 16; n += 4) {
 #pragma unroll

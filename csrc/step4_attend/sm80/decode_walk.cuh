@@ -18,8 +18,10 @@
 //           valid   W warps x 3 stages: tokens of the slice that count
 // Barriers  __syncthreads once, between the last slice and the merge of the warps.
 // Timeline  position, ids and scales | pages and q | 3 slices fetched, then for each slice:
-//           wait K | S = Q K^T | fetch K of slice + 3 | softmax | wait V | O += P V | fetch V of
-//           slice + 3. Two cp.async groups a slice, in this order.
+//           wait K | S = Q K^T | softmax | wait V | O += P V | fetch K and V of slice + 3. Two
+//           cp.async groups a slice, in this order. K and V of a token, which lie side by side in
+//           interleaved pools, are asked for together: apart, they would be two visits to a row of
+//           the memory, of 128 bytes each of FP8.
 // Unseen    tokens past pos and slices of blocks that do not count: zero-filled by the copy, which
 //           then reads nothing, and masked, or not looked at. No poison comes near a product.
 // Order     slice i belongs to warp i % (W * splits) of the unit, which adds its own in ascending
@@ -165,9 +167,8 @@ struct WarpSlices {
   }
 };
 
-// How a lane copies K or V of a slice: 8 vectors, 32 / kVectors rows apart. kVForAll: V for all
-// warps, which read it by ldmatrix whatever its type, and 0 in whole where nothing of it counts.
-template <typename Element, bool kVForAll = false>
+// How a lane copies K or V of a slice: 8 vectors, 32 / kVectors rows apart.
+template <typename Element>
 struct LaneCopy {
   using S = Slice<Element>;
   static constexpr int kStepRows = 32 / S::kVectors;
@@ -190,7 +191,7 @@ struct LaneCopy {
     v = static_cast<const char*>(params.v_cache.data) + bytes(head * params.v_cache.head_stride) +
         row * v_token + vector * 16;
     k_place = row * S::kRowBytes + (vector ^ row % 2 * 4) * 16;
-    v_place = row * S::kRowBytes + (vector ^ (S::kFp8 && !kVForAll ? row / 2 * 2 : row)) * 16;
+    v_place = row * S::kRowBytes + (vector ^ (S::kFp8 ? row / 2 * 2 : row)) * 16;
   }
 
   static __device__ __forceinline__ void copy_vector(uint32_t place, const char* source, bool whole,
@@ -214,7 +215,7 @@ struct LaneCopy {
     commit_async_copies();
   }
   __device__ __forceinline__ void copy_v(uint32_t part, int32_t page, int first, int valid) const {
-    if (!kVForAll && valid <= 0) return commit_async_copies();  // nobody will look at it
+    if (valid <= 0) return commit_async_copies();  // nobody will look at it
     const char* source = v + page * v_page + first * v_token;
     const bool whole = valid == S::kTokens;
 #pragma unroll
@@ -320,27 +321,26 @@ __device__ __forceinline__ void walk_slices(const DecodeParams& params,
   int stage = 0;
 #pragma unroll 1
   for (int32_t index = 0; slices.has(index); ++index) {
-    // Behind the group that a wait is for: V, K and V of 2 slices; or K and V of 2 slices, K.
+    // Behind the group that a wait is for: V, K and V of 2 slices; or K and V of 2 slices.
     wait_async_copies<2 * kStages - 1>();
     __syncwarp();
     const int slice_valid = shared.valid[warp][stage];
     const uint32_t k = ring + stage * 2 * kPartBytes, v = k + kPartBytes;
     float s[S::kColumns][4];
     uint32_t p[S::kColumns][2];
-    if (slice_valid > 0) score(query, k, s);
-    __syncwarp();
-    next = slices.get(index + kStages);
-    if (lane == 0) shared.valid[warp][stage] = next.valid;
-    copy.copy_k(k, next.page, next.first, next.valid);
     if (slice_valid > 0) {
+      score(query, k, s);
       float factor[2];
       rows.softmax(s, slice_valid, query.scale, p, factor);
       if (__any_sync(kAllLanes, any_shrinks(factor))) rows.shrink(factor);
     }
-    wait_async_copies<2 * kStages - 1>();
+    wait_async_copies<2 * kStages - 2>();
     __syncwarp();
     if (slice_valid > 0) rows.add_values(v, p);
     __syncwarp();
+    next = slices.get(index + kStages);
+    if (lane == 0) shared.valid[warp][stage] = next.valid;
+    copy.copy_k(k, next.page, next.first, next.valid);
     copy.copy_v(v, next.page, next.first, next.valid);
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }

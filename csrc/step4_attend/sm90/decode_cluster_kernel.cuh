@@ -11,36 +11,37 @@
 // Registers q as 16 rows (G heads, the last one repeated); o of 16 x (128 / W), even and odd slices
 //           in sums of their own; what to fetch of the warp's next 32 slices, one a lane.
 // Shared    of 8 warps, and of 4, two CTAs an SM:
-//           ring     W warps x 3 stages x (K 4096, V 4096)          196,608     98,304
+//           ring     W warps x 3 stages x (K 4096, V 4096),
+//                    boxes of decode_slice.cuh                      196,608     98,304
 //           weights  P of a round as operands, 16 bytes a lane        8,192      4,096
 //           maxima, sums  [row][warp]                                 1,024        512
 //           inbox    [split][row of this CTA][D] floats,
 //                    as the senders have them                        16,384     12,288
 //           inbox_state  [split][row of this CTA] (m, l). CTA r merges the R rows from r * R on,
 //                    R = ceil(G / splits).
-// Timeline  position, ids and scales | pages and q | K and V of 2 rounds, then for each round:
-//           wait K | S = Q K^T | row maxima | __syncthreads | fetch K and V of round + 2 | P |
-//           wait V | __syncthreads | O += P V. Two cp.async groups a round: K, then V.
+//           k_full, v_full  [warp][stage]
+// Timeline  position, ids and scales | pages and q | K and V of 3 rounds, then for each round:
+//           wait K | S = Q K^T | row maxima | __syncthreads | K and V of round + 2, from the
+//           second one on, whose stage the round before has left | P |
+//           wait V | __syncthreads | O += P V. A lane asks for a slice, by bulk copies.
 //           Then o goes to the CTAs that own its rows; they merge the parts and store. One launch,
 //           no workspace.
-// Barriers  __syncthreads, 1st of a round: the maxima are there, V of the round before has been
+// Barriers  k_full, v_full  1 arrival and the bytes of the part, none of a slice that does not
+//                    count; the warp waits whose slice it is, the others by __syncthreads.
+//           __syncthreads, 1st of a round: the maxima are there, V of the round before has been
 //           read; 2nd: P and V are there, the maxima have been read.
 //           cluster  arrive at the start, wait before the first send: every CTA has started.
 //           arrived  1 arrival, and the bytes of all parts of this CTA's rows. Nobody touches the
 //                    memory of a CTA after that, so CTAs end when they like.
-// Unseen    as in the walk, but V of a slice that does not count is zeroed: all multiply it by 0.
+// Unseen    decode_boxes.cuh; V of a slice that does not count is zeroed too: all multiply it by 0.
 // Order     a CTA's rounds, in them the slices of even warps and those of odd ones, ascending;
 //           then even + odd; then splits, ascending.
 #pragma once
 
 #include "device/sm90/cluster.cuh"
-#include "device/sm90/mbarrier.cuh"
-#include "step4_attend/sm80/decode_walk.cuh"
+#include "step4_attend/sm90/decode_boxes.cuh"
 
 namespace msa::decode::sm90 {
-
-using namespace msa::decode::sm80;
-namespace hopper = msa::sm90;
 
 constexpr int kVectorColumns = 16;  // of o, what a warp owns one or two of
 
@@ -50,6 +51,10 @@ struct ClusterParams {
   int32_t inverse_r;  // row / R = row * inverse_r >> 16
 };
 
+// A value of each warp for each row.
+template <int kWarps>
+using RowValues = float[kRows][kWarps];
+
 // Four warps: two CTAs an SM.
 template <int kWarpCount>
 struct ClusterStorage {
@@ -58,37 +63,15 @@ struct ClusterStorage {
   static constexpr int kInboxRows = kRows + kMaxSplits;  // splits * ceil(G / splits) is less
   alignas(1024) uint8_t ring[kWarps][kStages][2][kPartBytes];
   uint4 weights[kWarps * 2 * 32];
-  alignas(16) float maxima[kRows][kWarps];
-  alignas(16) float sums[kRows][kWarps];
+  alignas(16) RowValues<kWarps> maxima;
+  alignas(16) RowValues<kWarps> sums;
   alignas(16) float4 inbox[kInboxRows * kHeadDim / 4];
   float2 inbox_state[kInboxRows];
+  uint64_t k_full[kWarps][kStages], v_full[kWarps][kStages];
   uint64_t arrived;
 };
 static_assert(sizeof(ClusterStorage<8>) <= 227 * 1024, "shared memory of one CTA");
 static_assert(2 * (sizeof(ClusterStorage<4>) + 1024) <= 228 * 1024, "two CTAs an SM");
-
-// Has q, and the table's row of the request that the token is probably of, a part by each CTA of
-// the row's, come to L2 while position and ids are on their way.
-__device__ __forceinline__ void prefetch_inputs(const DecodeParams& params,
-                                                const PositionGuess& guess, int64_t head,
-                                                int32_t token, int32_t split) {
-  constexpr int kLine = 128;
-  constexpr int32_t kEntries = kLine / sizeof(int32_t), kLinesOfHead = kHeadDim * 2 / kLine;
-  const AttendParams& attend = params.attend;
-  const BatchView& batch = attend.batch;
-  const auto thread = static_cast<int32_t>(threadIdx.x);
-  if (thread < kLinesOfHead * attend.group_size) {
-    const int64_t q_head = head * attend.group_size + thread / kLinesOfHead;
-    prefetch_to_l2(static_cast<const char*>(attend.q.data) + thread % kLinesOfHead * kLine +
-                   2 * (token * attend.q.token_stride + q_head * attend.q.head_stride));
-  }
-  if (batch.table_col_stride != 1 || guess.request < 0) return;
-  const auto ctas = static_cast<int32_t>(attend.num_kv_heads) * params.splits;
-  const auto cta = static_cast<int32_t>(head) * params.splits + split;
-  const int32_t entry = (thread * ctas + cta) * kEntries;
-  if (entry >= batch.max_pages) return;
-  prefetch_to_l2(batch.block_table + guess.request * batch.table_row_stride + entry);
-}
 
 // The largest, or the sum, of a row's values, one a warp.
 template <int kWarps>
@@ -120,34 +103,32 @@ __device__ __forceinline__ float sum_of(const float (&values)[kWarps]) {
 template <typename Element, int kWarps>
 struct ClusterRows {
   using S = Slice<Element>;
-  using Storage = ClusterStorage<kWarps>;
   static constexpr int kVectors = kHeadDim / kVectorColumns / kWarps;
   static constexpr int kSteps = S::kTokens / 16;
   static constexpr float kFirstWeight = Rows<Element>::kFirstWeight;
   float o[kVectors][2][2][4] = {};                         // [slice % 2][tile]
   float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // the CTA's; of the lane's own columns
 
-  // s -> logits; their largest to shared.maxima.
-  __device__ __forceinline__ void store_maxima(Storage& shared, int warp,
+  // s -> logits; their largest to `maxima`.
+  __device__ __forceinline__ void store_maxima(RowValues<kWarps>& maxima, int warp,
                                                float (&s)[S::kColumns][4], int valid,
                                                const float (&scale)[2]) {
     const int row = threadIdx.x % 32 / 4;
     float largest[2];
-    scale_logits(s, valid, scale, largest);
+    scale_logits<true>(s, valid, scale, largest);
     if (threadIdx.x % 4 != 0) return;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) shared.maxima[row + 8 * r][warp] = largest[r];
+    for (int r = 0; r < 2; ++r) maxima[row + 8 * r][warp] = largest[r];
   }
 
-  // Logits -> P to shared.weights; o shrinks to the new maximum.
-  __device__ __forceinline__ void store_weights(Storage& shared, int warp,
+  // Logits -> P to `weights`, the warp's; o shrinks to the new maximum.
+  __device__ __forceinline__ void store_weights(const RowValues<kWarps>& maxima, uint4* weights,
                                                 const float (&s)[S::kColumns][4]) {
     const int lane = threadIdx.x % 32, row = lane / 4;
     float reference[2], factor[2], added[2] = {};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float largest =
-          fmaxf(largest_of(shared.maxima[row + 8 * r]) - kFirstWeight, maximum[r]);
+      const float largest = fmaxf(largest_of(maxima[row + 8 * r]) - kFirstWeight, maximum[r]);
       reference[r] = reference_of(largest);
       factor[r] = exp2_fast(maximum[r] - reference[r]);
       maximum[r] = largest;
@@ -165,7 +146,7 @@ struct ClusterRows {
     }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      shared.weights[(warp * kSteps + step) * 32 + lane] =
+      weights[step * 32 + lane] =
           make_uint4(p[2 * step][0], p[2 * step][1], p[2 * step + 1][0], p[2 * step + 1][1]);
     }
 #pragma unroll
@@ -184,18 +165,18 @@ struct ClusterRows {
   }
 
   // The warp's share of l, after its last round.
-  __device__ __forceinline__ void store_sums(Storage& shared, int warp) {
+  __device__ __forceinline__ void store_sums(RowValues<kWarps>& sums, int warp) {
     const int row = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float whole = sum[r] + __shfl_xor_sync(kAllLanes, sum[r], 1);
       whole += __shfl_xor_sync(kAllLanes, whole, 2);
-      if (threadIdx.x % 4 == 0) shared.sums[row + 8 * r][warp] = whole;
+      if (threadIdx.x % 4 == 0) sums[row + 8 * r][warp] = whole;
     }
   }
 
   // o += P V of the round's slices; `values`: where the lane reads V of slice 0.
-  __device__ __forceinline__ void add_values(const Storage& shared,
+  __device__ __forceinline__ void add_values(const ClusterStorage<kWarps>& shared,
                                              const uint32_t (&values)[kVectors]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -213,10 +194,10 @@ struct ClusterRows {
         for (int vector = 0; vector < kVectors; ++vector) {
           auto& sums = o[vector][slice % 2];
           const uint32_t (&v)[4] = b[vector];
-          if constexpr (S::kFp8) {  // of two tokens d and d + 1: by d, then by token
+          if constexpr (S::kFp8) {
             uint32_t low[2], high[2];
-            fp8_to_f16(__byte_perm(v[2 * step], 0, 0x3120), low[0], high[0]);
-            fp8_to_f16(__byte_perm(v[2 * step + 1], 0, 0x3120), low[1], high[1]);
+            convert_values(v[2 * step], low[0], high[0]);
+            convert_values(v[2 * step + 1], low[1], high[1]);
             multiply_f16(sums[0], a, low[0], low[1]);
             multiply_f16(sums[1], a, high[0], high[1]);
           } else {
@@ -231,9 +212,11 @@ struct ClusterRows {
   // Where the lane reads 16 columns of the V at `v`: of bf16 two vectors of 16 tokens, of FP8 one
   // of 32.
   static __device__ __forceinline__ uint32_t value_address(uint32_t v, int columns) {
-    const int lane = threadIdx.x % 32, token = S::kFp8 ? lane : lane % 16;
+    const int lane = threadIdx.x % 32, row = token_of_column(lane % 8);
+    const int eight = S::kFp8 ? lane / 8 : lane / 8 % 2;  // tokens
     const int vector = S::kFp8 ? columns : 2 * columns + lane / 16;
-    return v + token * S::kRowBytes + (vector ^ token % 8) * 16;
+    return v + vector / 8 * S::kHalfBytes + (eight * 8 + row) * S::kBoxRowBytes +
+           (vector % 8 ^ row) * 16;
   }
 
   // The lane's columns of a vector in row g + 8 r.
@@ -248,20 +231,33 @@ struct ClusterRows {
 
 template <typename Element, bool kSparse, int kWarps>
 __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
-    msa_decode_cluster_sm90_kernel(const __grid_constant__ ClusterParams params) {
+    msa_decode_cluster_sm90_kernel(const __grid_constant__ ClusterParams params,
+                                   const __grid_constant__ CUtensorMap k_map,
+                                   const __grid_constant__ CUtensorMap v_map) {
   using S = Slice<Element>;
   extern __shared__ __align__(1024) uint8_t shared_memory[];
   auto& shared = *reinterpret_cast<ClusterStorage<kWarps>*>(shared_memory);
   const AttendParams& attend = params.decode.attend;
   const auto split = static_cast<int32_t>(blockIdx.x), token = static_cast<int32_t>(blockIdx.y);
-  const int64_t head = blockIdx.z;
+  const auto head = static_cast<int32_t>(blockIdx.z);
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0);
   const int group = static_cast<int>(attend.group_size), splits = params.decode.splits;
   const int own_rows = min(params.rows, max(0, group - split * params.rows));
+  if (hopper::elect_one()) {  // by a lane each, the assembler would make a loop over the lanes
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+      hopper::barrier_init(&shared.k_full[warp][stage], 1);
+      hopper::barrier_init(&shared.v_full[warp][stage], 1);
+    }
+  }
   if (threadIdx.x == 0) {
+    hopper::prefetch_tensor_map(&k_map);
+    hopper::prefetch_tensor_map(&v_map);
     hopper::barrier_init(&shared.arrived, 1);
-    hopper::fence_barrier_init();
+  }
+  hopper::fence_barrier_init();
+  if (threadIdx.x == 0) {
     hopper::barrier_arrive_expect(&shared.arrived,
                                   splits * own_rows * (kHeadDim * sizeof(float) + sizeof(float2)));
   }
@@ -284,46 +280,52 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
 
   // Whether the CTA, not just this warp, has a round of that number.
   const auto is_round = [&](int32_t round) { return round * slices.turn < slices.count; };
-  const LaneCopy<Element, true> copy(attend, head);
+  const SliceBoxes boxes(params.decode, k_map, v_map, head);
   const auto stage_address = [&](int owner, int stage) {
     return shared_address(shared.ring[owner][stage]);
   };
-  // Begins to bring the warp's slice of a round, as two groups. Returns how many of its tokens
-  // count.
+  // Begins to bring the warp's slice of a round. Returns how many of its tokens count.
   const auto fetch = [&](int stage, int32_t round) {
-    if (!is_round(round)) {
-      commit_async_copies();
-      commit_async_copies();
-      return 0;
-    }
+    if (!is_round(round)) return 0;
     const SliceTokens tokens = slices.get(round);
-    const uint32_t k = stage_address(warp, stage);
-    copy.copy_k(k, tokens.page, tokens.first, tokens.valid);
-    copy.copy_v(k + kPartBytes, tokens.page, tokens.first, tokens.valid);
+    if (hopper::elect_one()) {
+      uint64_t *k_full = &shared.k_full[warp][stage], *v_full = &shared.v_full[warp][stage];
+      if (tokens.valid > 0) {
+        hopper::barrier_arrive_expect(k_full, kPartBytes);
+        boxes.copy_k(shared.ring[warp][stage][0], tokens, k_full);
+        hopper::barrier_arrive_expect(v_full, kPartBytes);
+        boxes.copy_v(shared.ring[warp][stage][1], tokens, v_full);
+      } else {
+        hopper::barrier_arrive(k_full);
+        hopper::barrier_arrive(v_full);
+      }
+    }
     return tokens.valid;
   };
-  int valid = 0, next_valid = 0;  // of this round and of the next one
+  int valid = 0, next_valid = 0, later_valid = 0;  // of this round and of the next two
 #pragma unroll 1
-  for (int stage = 0; stage < kStages - 1; ++stage) {
+  for (int stage = 0; stage < kStages; ++stage) {
     valid = next_valid;
-    next_valid = fetch(stage, stage);
+    next_valid = later_valid;
+    later_valid = fetch(stage, stage);
   }
 
   query.prepare(attend.scale * k_scale * kLog2E);
   ClusterRows<Element, kWarps> rows;
-  int stage = 0;
+  hopper::RingPosition<kStages> ring;
 #pragma unroll 1
   for (int32_t round = 0; is_round(round); ++round) {
-    wait_async_copies<3>();  // behind K: V, and both of the next round
-    __syncwarp();
+    const int stage = ring.stage;
+    hopper::barrier_wait(&shared.k_full[warp][stage], ring.phase);
     float s[S::kColumns][4] = {};
-    if (valid > 0) score(query, stage_address(warp, stage), s);
-    rows.store_maxima(shared, warp, s, valid, query.scale);
+    if (valid > 0) score<Element, true>(query, stage_address(warp, stage), s);
+    rows.store_maxima(shared.maxima, warp, s, valid, query.scale);
     __syncthreads();
-    const int later_valid = fetch(stage == 0 ? kStages - 1 : stage - 1, round + 2);
-    rows.store_weights(shared, warp, s);
-    if (!is_round(round + 1)) rows.store_sums(shared, warp);
-    wait_async_copies<4>();  // behind V: both of the next two rounds
+    if (round > 0) later_valid = fetch(stage == 0 ? kStages - 1 : stage - 1, round + 2);
+    rows.store_weights(shared.maxima, shared.weights + warp * rows.kSteps * 32, s);
+    if (!is_round(round + 1)) rows.store_sums(shared.sums, warp);
+    hopper::barrier_wait(&shared.v_full[warp][stage], ring.phase);
+    if (valid < S::kTokens) clear_unseen_values<Element>(shared.ring[warp][stage][1], valid);
     __syncthreads();
     uint32_t values[rows.kVectors];
 #pragma unroll
@@ -334,7 +336,7 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
     rows.add_values(shared, values);
     valid = next_valid;
     next_valid = later_valid;
-    stage = stage + 1 == kStages ? 0 : stage + 1;
+    ring.advance();
   }
   start_next_kernel();
 

@@ -8,10 +8,13 @@
 #include "step4_attend/sm90/tensor_maps.h"
 
 namespace msa {
+namespace {
 
-void run_decode_tiles(const DecodeParams& params, const ExecContext& context) {
-  constexpr auto kernel = decode::sm90::msa_decode_tile_sm90_kernel;
-  constexpr int kSharedBytes = sizeof(decode::sm90::DraftStorage);
+template <int kGroups>
+void launch(const DecodeParams& params, const ExecContext& context) {
+  using Storage = decode::sm90::DraftStorage<kGroups>;
+  constexpr auto kernel = decode::sm90::msa_decode_tile_sm90_kernel<kGroups>;
+  constexpr int kSharedBytes = sizeof(Storage);
   const AttendParams& attend = params.attend;
   const BatchView& batch = attend.batch;
   // Each request may end in a part of a tile.
@@ -26,10 +29,17 @@ void run_decode_tiles(const DecodeParams& params, const ExecContext& context) {
                                         params.tile_tokens};
   raise_shared_memory_limit<kernel>(context.op, context.device, kSharedBytes);
   launch_dependent(context.op, "launching msa_decode_tile_sm90_kernel", kernel,
-                   std::max(int64_t{1}, tiles * attend.num_kv_heads), decode::sm90::kDraftThreads,
+                   std::max(int64_t{1}, tiles * attend.num_kv_heads), Storage::kThreads,
                    kSharedBytes, static_cast<cudaStream_t>(context.stream), draft,
                    make_q_map(attend, context), make_kv_map(attend.k_cache, attend, context),
                    make_kv_map(attend.v_cache, attend, context));
+}
+
+}  // namespace
+
+void run_decode_tiles(const DecodeParams& params, const ExecContext& context) {
+  if (params.tile_groups == 1) return launch<1>(params, context);
+  return launch<kMaxDraftGroups>(params, context);
 }
 
 }  // namespace msa

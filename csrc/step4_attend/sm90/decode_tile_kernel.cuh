@@ -5,19 +5,19 @@
 //   of each token, over its own blocks: the running softmax of query_tile.cuh
 //
 // clang-format off
-// Grid      a CTA a unit (tile, KV head), one an SM. A tile is some of a request's tokens: 128 / G
-//           at most, and few enough for `list`. The grid has room for any lengths: its last CTAs
-//           may find no tile.
+// Grid      a CTA a unit (tile, KV head), one an SM. A tile is some of a request's tokens, in one
+//           group or two: 64 / G tokens each at most, and few enough for `list`. The grid has room
+//           for any lengths: its last CTAs may find no tile.
 // Steps     1 which tokens, the union of their blocks (request_tile.cuh), by all threads
 //           2 the walk, by roles
 // Roles     role                         warps
-//           consumer 0, 1                0-7         half of the tile's tokens each
-//           K, V, q producer, cleaner    8, 9, 10, 11
-//           168 registers each: nobody needs to give any away.
+//           a consumer a group           0-7, or 0-3   the group's tokens
+//           K, V, q producer, cleaner    the next 4
+//           168 registers each or more: nobody needs to give any away.
 // Shared    k     3 stages                            98,304
 //           v     3 stages                            98,304
-//           q     1 stage, a part a consumer          32,768
-//           list  blocks of the union, with the tokens 2,048
+//           q     1 stage, a part a consumer          32,768, or 16,384
+//           list  blocks of the union, with the tokens 2,048, or 1,024
 //           union what step 1 needs, in the place of k
 // Barriers  those of query_tile.cuh, for one tile; __syncthreads around the parts of step 1.
 // Timeline  launch | requests, ids, pages: three loads that wait for each other | union | K, V of
@@ -39,66 +39,71 @@ namespace msa::decode::sm90 {
 namespace tiles = sparse_prefill::sm90;
 namespace requests = split_selection::sm90;
 
-constexpr int kDraftThreads = (kDraftGroups + 1) * 128;
-constexpr int kDraftWarps = kDraftThreads / 32;
-
 struct DraftParams : tiles::TileParams {
   IdsView ids;
   int64_t num_pages;
   int32_t tile_tokens;
 };
 
+template <int kGroupCount>
 struct DraftStorage {
-  using Tile = tiles::TileStorage<3, 1, kDraftGroups>;
-  using Union = requests::UnionState<kDraftThreads>;
+  static constexpr int kGroups = kGroupCount;
+  static constexpr int kThreads = (kGroups + 1) * 128, kWarps = kThreads / 32;
+  static constexpr int kEntries = kGroups * kGroupEntries;
+  using Tile = tiles::TileStorage<3, 1, kGroups>;
+  using Union = requests::UnionState<kThreads>;
   Tile tile;
-  TileBlock list[kDraftEntries];
+  TileBlock list[kEntries];
 
   __device__ __forceinline__ Union& in_place_of_k() { return *reinterpret_cast<Union*>(tile.k); }
 };
-static_assert(sizeof(DraftStorage) <= 227 * 1024, "shared memory of one CTA");
-static_assert(sizeof(DraftStorage::Union) <= sizeof(DraftStorage::Tile::k), "no copy is under way");
+static_assert(sizeof(DraftStorage<kMaxDraftGroups>) <= 227 * 1024, "shared memory of one CTA");
+static_assert(sizeof(DraftStorage<kMaxDraftGroups>::Union) <= 3 * tiles::kPageBytes,
+              "no copy is under way");
 
 // Step 2, for a tile with blocks.
+template <int kGroups>
 __device__ __forceinline__ void walk_tile(const DraftParams& params, const CUtensorMap* q_map,
                                           const CUtensorMap* k_map, const CUtensorMap* v_map,
-                                          DraftStorage& shared, const tiles::Tile& tile,
+                                          DraftStorage<kGroups>& shared, const tiles::Tile& tile,
                                           const tiles::TilePosition& position, int group_tokens) {
-  using Storage = DraftStorage::Tile;
+  using Storage = typename DraftStorage<kGroups>::Tile;
   Storage& storage = shared.tile;
   // A warp's index through a shuffle, so that the compiler knows it is the same in all its lanes.
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0);
   tiles::RingPosition<Storage::kKVStages> kv;
   tiles::RingPosition<Storage::kQStages> q;
-  if (warp < kDraftGroups * 4) {
+  if (warp < kGroups * 4) {
     tiles::attend_tile(params, storage, tile, position, shared.list, warp / 4, group_tokens, kv, q,
                        [](const auto&...) {});
-  } else if (warp == kDraftGroups * 4) {
+  } else if (warp == kGroups * 4) {
     tiles::produce_blocks(params.batch, k_map, tile, position, shared.list, storage.k,
                           storage.k_full, storage.k_empty, nullptr, kv);
-  } else if (warp == kDraftGroups * 4 + 1) {
+  } else if (warp == kGroups * 4 + 1) {
     tiles::produce_blocks(params.batch, v_map, tile, position, shared.list, storage.v,
                           storage.v_full, storage.v_empty, storage.written, kv);
-  } else if (warp == kDraftGroups * 4 + 2) {
+  } else if (warp == kGroups * 4 + 2) {
     tiles::produce_tile_q(q_map, storage, tile, params.log_group, group_tokens, q);
   } else {
     for (int32_t i = 0; i < tile.blocks; ++i) tiles::clean_next_block(storage, kv);
   }
 }
 
-static __global__ void __launch_bounds__(kDraftThreads, 1)
+template <int kGroups>
+__global__ void __launch_bounds__(DraftStorage<kGroups>::kThreads, 1)
     msa_decode_tile_sm90_kernel(const __grid_constant__ DraftParams params,
                                 const __grid_constant__ CUtensorMap q_map,
                                 const __grid_constant__ CUtensorMap k_map,
                                 const __grid_constant__ CUtensorMap v_map) {
   extern __shared__ __align__(1024) uint8_t shared_memory[];
-  auto& shared = *reinterpret_cast<DraftStorage*>(shared_memory);
+  using Storage = DraftStorage<kGroups>;
+  auto& shared = *reinterpret_cast<Storage*>(shared_memory);
   const BatchView& batch = params.batch;
   const int warp = threadIdx.x / 32, group = 1 << params.log_group;
-  DraftStorage::Union& state = shared.in_place_of_k();
+  typename Storage::Union& state = shared.in_place_of_k();
   state.clear();
-  if (threadIdx.x == kDraftThreads - 32) {  // its warp has no entry to load
-    static_assert(kDraftEntries <= kDraftThreads - 32, "a thread has one entry");
+  if (threadIdx.x == Storage::kThreads - 32) {  // its warp has no entry to load
+    static_assert(Storage::kEntries <= Storage::kThreads - 32, "a thread has one entry");
     shared.tile.init_barriers();
     tiles::prefetch_tensor_map(&q_map);
     tiles::prefetch_tensor_map(&k_map);
@@ -110,7 +115,7 @@ static __global__ void __launch_bounds__(kDraftThreads, 1)
   const auto head = static_cast<int32_t>(blockIdx.x % heads);
   const RequestTile place = requests::find_tile(batch, blockIdx.x / heads, params.tile_tokens);
   if (place.tokens > 0) {
-    const int group_tokens = (place.tokens + kDraftGroups - 1) / kDraftGroups;
+    const int group_tokens = (place.tokens + kGroups - 1) / kGroups;
     requests::load_entries(params.ids, batch, params.num_pages, place, head, state);
     __syncthreads();
     const int32_t blocks = requests::list_union(
@@ -123,7 +128,7 @@ static __global__ void __launch_bounds__(kDraftThreads, 1)
                 {blocks, head, place.first_token, place.tokens},
                 {place.request, place.pos, place.seq_len}, group_tokens);
     } else {
-      for (int32_t token = warp; token < place.tokens; token += kDraftWarps) {
+      for (int32_t token = warp; token < place.tokens; token += Storage::kWarps) {
         requests::write_nothing(params.out, params.lse, group, head, place.first_token + token);
       }
     }
@@ -133,8 +138,8 @@ static __global__ void __launch_bounds__(kDraftThreads, 1)
   const int32_t real_tokens = requests::count_real_tokens(batch);
   const uint32_t padding = static_cast<uint32_t>(batch.num_tokens) - real_tokens;
 #pragma unroll 1
-  for (uint32_t unit = blockIdx.x * kDraftWarps + warp; unit < heads * padding;
-       unit += gridDim.x * kDraftWarps) {
+  for (uint32_t unit = blockIdx.x * Storage::kWarps + warp; unit < heads * padding;
+       unit += gridDim.x * Storage::kWarps) {
     requests::write_nothing(params.out, params.lse, group, unit % heads,
                             real_tokens + static_cast<int32_t>(unit / heads));
   }

@@ -30,6 +30,8 @@ namespace remap = kv_block_schedule::sm80;
 namespace split = split_selection::sm90;
 
 constexpr int64_t kPartialBytesBudget = int64_t{1} << 30;
+// Partial results of which L2 keeps most, of those Hopper GPUs that have 50 MB and more.
+constexpr int64_t kKeptPartialBytes = int64_t{64} << 20;
 constexpr int kSplitSharedLimit = 160 * 1024;  // what a chunk of any shape needs at most
 
 // The plan of a call and the partial results of a round, cut from its workspace.
@@ -41,12 +43,15 @@ struct Workspace {
   int64_t bytes;
 };
 
+int64_t slot_bytes(const SparseAttendParams& params) {
+  return params.group_size * (kHeadDim * 2 + int64_t{sizeof(float2)});
+}
+
 PrefillSizes sizes_of(const SparseAttendParams& params) {
   return prefill_sizes(params.batch.num_tokens, params.num_kv_heads, params.group_size,
                        params.ids.topk, params.batch.num_requests, params.batch.max_pages,
-                       params.max_seqlen_k,
-                       params.group_size * (kHeadDim * 2 + int64_t{sizeof(float2)}),
-                       kPartialBytesBudget, params.batch_invariant);
+                       params.max_seqlen_k, slot_bytes(params), kPartialBytesBudget,
+                       params.batch_invariant);
 }
 
 Workspace cut_workspace(const SparseAttendParams& params) {
@@ -81,6 +86,7 @@ Workspace cut_workspace(const SparseAttendParams& params) {
   take(plan.work_items, sizes.max_items);
   work.counters_begin = offset;
   take(plan.round_items, sizes.rounds + 1);  // cleared, for calls without any row
+  take(plan.item_tickets, sizes.rounds);
   work.counters_end = offset;
   if (!sizes.short_call) {
     uint8_t* counters;
@@ -207,16 +213,20 @@ void run(const SparseAttendParams& params, const ExecContext& context) {
 
   for (int32_t round = 0; round < plan.sizes.rounds; ++round) {
     if (!plan.sizes.by_request) {
-      const prefill::KVBlockParams attend{params.v_cache,
-                                          work.partials,
-                                          plan.pairs,
-                                          plan.work_items,
-                                          plan.round_items + round,
-                                          static_cast<int32_t>(plan.sizes.max_items),
-                                          round,
-                                          scale_log2,
-                                          log_group,
-                                          params.k_scale};
+      const prefill::KVBlockParams attend{
+          params.v_cache,
+          work.partials,
+          plan.pairs,
+          plan.work_items,
+          plan.round_items + round,
+          plan.item_tickets + round,
+          plan.next_slot,
+          static_cast<int32_t>(kKeptPartialBytes / slot_bytes(params)),
+          static_cast<int32_t>(plan.sizes.max_items),
+          round,
+          scale_log2,
+          log_group,
+          params.k_scale};
       launch_dependent(context.op, "launching the KV-block-major kernel", kv_block_kernel, kv_ctas,
                        prefill::kThreads, kSharedBytes, stream, attend, q_map, k_map, v_map);
     }

@@ -10,18 +10,23 @@
 //   computed in.
 //
 // clang-format off
-// Grid      persistent, one CTA an SM; CTA i takes work items i, i + gridDim, ...: of short calls
-//           the largest come first (split_short_kernel.cuh)
+// Grid      persistent, one CTA an SM; CTA i takes work item i, then draws: of short calls the
+//           largest come first (split_short_kernel.cuh)
 // Roles     role            warps   registers  does
 //           consumer 0..2   0-11    152        every third tile, 64 / G tokens each: the tiles of
 //                                              the CTA's items, one after another, by turns
-//           K/V producer    12      56         one box a K block, one a V block
+//           K/V producer    12      56         draws items; one box a K block, one a V block
 //           q producers     13-15   56         warp 13 + w gathers tiles of consumer w, a box a token
 // Shared    name      layout                                              bytes
 //           k         2 stages [half of d][128 tokens][64 d]              65,536   128-byte swizzle
 //           v         2 stages, the same                                  65,536
 //           q         2 stages a consumer [row group][half of d][8 rows][64 d]  98,304
+//           items     4 places                                            128
 // Barriers  name      arrivals                   who arrives            who waits
+//           item_full 1                          K/V producer           consumers, q producers
+//           item_empty 3                         q producers            K/V producer
+//           first_tiles 3                        q producers, once      K/V producer: the first
+//                                                tiles' copies go before the second item's
 //           k_full    1 + bytes of a block       K/V producer           consumers
 //           v_full    1 + bytes of a block       K/V producer           consumers
 //           k_empty   12 = 3 consumers * 4 warps each consumer warp     K/V producer
@@ -29,8 +34,6 @@
 //           q_full    1 + bytes of the tokens    q producer w           consumer w
 //           q_empty   4 = warps of consumer w    each of its warps      q producer w
 //           named 1   384                        all consumers, in masked blocks
-//           named 2   128                        all producers, once: the first tiles' copies go
-//                                                before the second item's
 //           A consumer waits for every k_full and v_full in turn, also of items that leave it no
 //           tile: a parity wait tolerates a lag of one phase.
 // Timeline  consumer: wait K, q | S = Q K^T | q_empty, k_empty | softmax | wait V | O = P V | v_empty
@@ -271,13 +274,17 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
   const uint64_t k_base = make_descriptor(shared_address(shared.k[0]), 16, 1024);
   const uint64_t v_base = make_descriptor(shared_address(shared.v[0]), kPageBytes / 2, 1024);
 
+  RingPosition<kItemPlaces> place;
   RingPosition<kKVStages> kv;
   RingPosition<kQStagesPerConsumer> ring;
   uint32_t first = consumer;  // first_tile() of the item
-  const int32_t end_item = params.item_range[1];
-  for (int32_t index = params.item_range[0] + blockIdx.x; index < end_item; index += gridDim.x) {
+  while (true) {
+    barrier_wait(&shared.item_full[place.stage], place.phase);
+    const WorkItem item = shared.items[place.stage];
+    if (is_last(item)) return;
+    place.advance();
+    const uint32_t tiles = count_tiles(params, item);
     barrier_wait(&shared.k_full[kv.stage], kv.phase);
-    const ItemInfo item = shared.items[item_place(kv)];
     float scale_log2 = params.scale_log2;
     if constexpr (kIsFp8<kCache>) {  // V is cleaned where it is converted
       scale_log2 = shared.conversion.scale_log2[kv.stage];
@@ -286,8 +293,8 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
       clean_values(shared.v[kv.stage], item.written, shared.wild[kv.stage]);
     }
 
-    for (int32_t tile = first; tile < item.tiles; tile += kConsumers) {
-      const bool releases = lane == 0 && tile + kConsumers >= item.tiles;
+    for (uint32_t tile = first; tile < tiles; tile += kConsumers) {
+      const bool releases = lane == 0 && tile + kConsumers >= tiles;
       const int stage = first_stage + ring.stage;
       barrier_wait(&shared.q_full[stage], ring.phase);
       Row rows[2];
@@ -319,12 +326,12 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
       if (releases) barrier_arrive(&shared.v_empty[kv.stage]);
       store_partial(params, rows, o, maximum, sum);
     }
-    if (static_cast<int32_t>(first) >= item.tiles) {  // no tile, but every phase
+    if (first >= tiles) {  // no tile, but every phase
       if (lane == 0) barrier_arrive(&shared.k_empty[kv.stage]);
       barrier_wait(&shared.v_full[kv.stage], kv.phase);
       if (lane == 0) barrier_arrive(&shared.v_empty[kv.stage]);
     }
-    first = first_tile(first, item.tiles);
+    first = first_tile(first, tiles);
     kv.advance();
   }
 }
@@ -341,6 +348,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     prefetch_tensor_map(&q_map);
     prefetch_tensor_map(&k_map);
     prefetch_tensor_map(&v_map);
+    for (int place = 0; place < kItemPlaces; ++place) {
+      barrier_init(&shared.item_full[place], 1);
+      barrier_init(&shared.item_empty[place], kConsumers);
+    }
+    barrier_init(&shared.first_tiles, kConsumers);
     for (int stage = 0; stage < kKVStages; ++stage) {
       barrier_init(&shared.k_full[stage], kKVFullArrivals<kCache>);
       barrier_init(&shared.v_full[stage], kKVFullArrivals<kCache>);

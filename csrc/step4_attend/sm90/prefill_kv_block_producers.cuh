@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "device/common.cuh"
+#include "device/instructions.cuh"
 #include "device/positions.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/tma.cuh"
@@ -14,30 +15,45 @@
 
 namespace msa::sparse_prefill::sm90 {
 
-// Calls load(item) with the CTA's items, the i-th in lane i of the warp (an item of zeroes where
-// there are no more), then visit(i, count) for each; whole warps. A batch's loads are under way
-// together.
-template <typename Load, typename Visit>
-__device__ __forceinline__ void for_items(const KVBlockParams& params, const Load& load,
-                                          const Visit& visit) {
-  const auto grid = static_cast<int32_t>(gridDim.x);
-  const int32_t lane = threadIdx.x % 32;
-  // Those of the first round begin with 0, so that they are read beside the range.
-  int32_t first = (params.round == 0 ? 0 : params.item_range[0]) + static_cast<int32_t>(blockIdx.x);
-  const int32_t end_item = params.item_range[1];
-  while (true) {
-    const int32_t index = first + lane * grid;
-    WorkItem item{};
-    if (index < params.max_items) item = load_item(params.work_items, index);
-    if (first >= end_item) return;
-    const int32_t count = min(32, (end_item - first + grid - 1) / grid);
-    if (lane >= count) item = {};  // what was read there is no item
-    load(item);
-    __syncwarp();
-    for (int32_t i = 0; i < count; ++i) visit(i, count);
-    first += 32 * grid;
+// Where a CTA's work items come from, for the K/V producer's first lane: the first is the CTA's
+// own, the others are drawn, so that CTAs end together whatever their items cost. Memory is not
+// waited for: the item to be published next was read an item ago, and its number drawn two ago.
+template <DType kCache>
+struct ItemFeed {
+  const KVBlockParams& params;
+  SharedStorage<kCache>& shared;
+  RingPosition<kItemPlaces> place{};
+  int32_t first_drawn = 0, end = 0;  // of the round
+  int32_t ticket = 0;                // of the item after `next`
+  WorkItem next{};                   // without pairs: there are no more
+
+  __device__ __forceinline__ void start() {
+    // Items of the first round begin with 0, so that one is read beside the range.
+    const int32_t mine =
+        static_cast<int32_t>(blockIdx.x) + (params.round == 0 ? 0 : params.item_range[0]);
+    next = mine < params.max_items ? load_item(params.work_items, mine) : WorkItem{};
+    ticket = fetch_and_increment(params.item_tickets);
+    end = params.item_range[1];
+    first_drawn = params.item_range[0] + static_cast<int32_t>(gridDim.x);
+    if (mine >= end) next = {};  // what was read there is no item
+    publish();
   }
-}
+
+  __device__ __forceinline__ void publish() {
+    barrier_wait(&shared.item_empty[place.stage], place.phase ^ 1);
+    store_item(shared.items, place.stage, next);
+    barrier_arrive(&shared.item_full[place.stage]);
+    place.advance();
+    const int32_t index = first_drawn + ticket;
+    next = {};
+    if (index < end) {
+      next = load_item(params.work_items, index);
+      ticket = fetch_and_increment(params.item_tickets);
+    }
+  }
+};
+
+__device__ __forceinline__ bool is_last(const WorkItem& item) { return item.begin >= item.end; }
 
 __device__ __forceinline__ uint32_t count_tiles(const KVBlockParams& params, const WorkItem& item) {
   const int log_tile_tokens = 6 - params.log_group;
@@ -51,12 +67,6 @@ __device__ __forceinline__ uint32_t first_tile(uint32_t consumer, uint32_t befor
   return (consumer + (kConsumers - 1) * before) % kConsumers;  // (c - before) mod 3
 }
 
-// The place of the item whose K and V are at `ring`. Twice as many places as stages: who is in the
-// middle of an item may still read it when K of the next but one is on its way.
-__device__ __forceinline__ int item_place(const RingPosition<kKVStages>& ring) {
-  return ring.stage + kKVStages * static_cast<int>(ring.phase);
-}
-
 using Fp8Storage = SharedStorage<DType::kFloat8E4M3>;
 
 // FP8: has the item's K arrived? Whole warp.
@@ -68,7 +78,7 @@ __device__ __forceinline__ bool has_landed(Fp8Storage& shared,
 
 // FP8: a producer warp's quarter of the item's pages becomes a quarter of its blocks.
 __device__ __forceinline__ void convert_item(Fp8Storage& shared, RingPosition<kKVStages>& ring,
-                                             int producer) {
+                                             const WorkItem& item, int producer) {
   constexpr int kRows = kBlock / kProducers;
   const int stage = ring.stage, offset = producer * kRows * 128;
   const bool first_lane = threadIdx.x % 32 == 0;
@@ -79,10 +89,9 @@ __device__ __forceinline__ void convert_item(Fp8Storage& shared, RingPosition<kK
   __syncwarp();
   if (first_lane) barrier_arrive(&shared.k_full[stage]);
   barrier_wait(&shared.conversion.v_landed[stage], ring.phase);
-  const ItemInfo& item = shared.items[item_place(ring)];
   const int32_t written = item.written - producer * kRows;
   static_assert(kRows == 32, "a word of `wild` is a producer's");
-  convert_page<Converted::kFloat16, kRows / 8>(v + kPageBytes / 2, v, item.masked, written,
+  convert_page<Converted::kFloat16, kRows / 8>(v + kPageBytes / 2, v, item.masked != 0, written,
                                                &shared.wild[stage][producer]);
   fence_async_proxy();
   __syncwarp();
@@ -90,75 +99,61 @@ __device__ __forceinline__ void convert_item(Fp8Storage& shared, RingPosition<kK
   ring.advance();
 }
 
-// FP8: brings the pages of an item into their own blocks, where the producers convert them.
-__device__ __forceinline__ void copy_fp8_pages(const CUtensorMap* k_map, const CUtensorMap* v_map,
-                                               Fp8Storage& shared,
-                                               const RingPosition<kKVStages>& ring,
-                                               const ItemInfo& item, float scale_log2) {
-  const int stage = ring.stage;
-  const auto copy = [&](const CUtensorMap* map, uint8_t* block, uint64_t* landed) {
-    barrier_arrive_expect(landed, kFp8PageBytes);
-    copy_box(block + kPageBytes / 2, map, landed, 0, 0, 0, item.head, item.page);
-  };
-  barrier_wait(&shared.k_empty[stage], ring.phase ^ 1);
-  shared.items[item_place(ring)] = item;
-  shared.conversion.scale_log2[stage] = scale_log2;
-  copy(k_map, shared.k[stage], &shared.conversion.k_landed[stage]);
-  barrier_wait(&shared.v_empty[stage], ring.phase ^ 1);
-  for (uint32_t& rows : shared.wild[stage]) rows = 0;
-  copy(v_map, shared.v[stage], &shared.conversion.v_landed[stage]);
-}
-
 template <DType kCache>
 __device__ __forceinline__ void produce_kv(const KVBlockParams& params, const CUtensorMap* k_map,
                                            const CUtensorMap* v_map,
                                            SharedStorage<kCache>& shared) {
-  const int lane = threadIdx.x % 32;
+  const bool first_lane = threadIdx.x % 32 == 0;
+  if (!kIsFp8<kCache> && !first_lane) return;  // FP8: all lanes convert
+  ItemFeed<kCache> feed{params, shared};
+  if (first_lane) feed.start();
+  RingPosition<kItemPlaces> place;
   RingPosition<kKVStages> ring;
-  ItemInfo mine{};
-  float scale_log2 = 0.0f;  // FP8
-  bool started = false;
-  // A block is read once, or by neighbours at a time: the partial results are what to keep.
-  const uint64_t policy = evict_first_policy();
-  for_items(
-      params,
-      [&](const WorkItem& item) {
-        mine = {static_cast<int32_t>(count_tiles(params, item)), item.written, item.page, item.head,
-                item.masked != 0};
-        if constexpr (kIsFp8<kCache>) {
-          scale_log2 = params.scale_log2 * scale_of(params.k_scale, item.head);
-        }
-      },
-      [&](int32_t i, int32_t) {
-        const ItemInfo info{
-            __shfl_sync(kAllLanes, mine.tiles, i), __shfl_sync(kAllLanes, mine.written, i),
-            __shfl_sync(kAllLanes, mine.page, i), __shfl_sync(kAllLanes, mine.head, i),
-            __shfl_sync(kAllLanes, mine.masked, i) != 0};
-        if constexpr (kIsFp8<kCache>) {
-          const float item_scale = __shfl_sync(kAllLanes, scale_log2, i);
-          if (lane == 0) copy_fp8_pages(k_map, v_map, shared, ring, info, item_scale);
-          __syncwarp();
-          convert_item(shared, ring, 0);
-          return;
-        }
-        if (lane == 0) {
-          barrier_wait(&shared.k_empty[ring.stage], ring.phase ^ 1);
-          shared.items[item_place(ring)] = info;
-          barrier_arrive_expect(&shared.k_full[ring.stage], kPageBytes);
-          copy_box(shared.k[ring.stage], k_map, &shared.k_full[ring.stage], 0, 0, 0, info.head,
-                   info.page, policy);
-        }
-        if (lane == 0) {
-          barrier_wait(&shared.v_empty[ring.stage], ring.phase ^ 1);
-          for (uint32_t& rows : shared.wild[ring.stage]) rows = 0;
-          barrier_arrive_expect(&shared.v_full[ring.stage], kPageBytes);
-          copy_box(shared.v[ring.stage], v_map, &shared.v_full[ring.stage], 0, 0, 0, info.head,
-                   info.page, policy);
-        }
-        if (!started) named_barrier(kFirstTilesBarrier, kProducers * 32);
-        started = true;
-        ring.advance();
-      });
+  // A block is read once, or by neighbours at a time: the partial results are what to keep. But
+  // where they are more than L2 holds anyway, K and V that go first are read again from memory.
+  const bool keep = params.used_slots != nullptr && *params.used_slots > params.kept_slots;
+  const uint64_t policy = keep ? evict_normal_policy() : evict_first_policy();
+  for (bool first = true;; first = false) {
+    barrier_wait(&shared.item_full[place.stage], place.phase);
+    const WorkItem& item = shared.items[place.stage];
+    if (is_last(item)) return;
+    const int stage = ring.stage;
+    // FP8 pages come into the second half of their own blocks, where the producers convert them.
+    const auto copy = [&](const CUtensorMap* map, uint8_t* block, uint64_t* full) {
+      if constexpr (kIsFp8<kCache>) {
+        barrier_arrive_expect(full, kFp8PageBytes);
+        copy_box(block + kPageBytes / 2, map, full, 0, 0, 0, item.head, item.page);
+      } else {
+        barrier_arrive_expect(full, kPageBytes);
+        copy_box(block, map, full, 0, 0, 0, item.head, item.page, policy);
+      }
+    };
+    uint64_t *k_there = &shared.k_full[stage], *v_there = &shared.v_full[stage];
+    if constexpr (kIsFp8<kCache>) {
+      k_there = &shared.conversion.k_landed[stage];
+      v_there = &shared.conversion.v_landed[stage];
+    }
+    if (first_lane) {
+      barrier_wait(&shared.k_empty[stage], ring.phase ^ 1);
+      if constexpr (kIsFp8<kCache>) {
+        shared.conversion.scale_log2[stage] =
+            params.scale_log2 * scale_of(params.k_scale, item.head);
+      }
+      copy(k_map, shared.k[stage], k_there);
+      feed.publish();
+      barrier_wait(&shared.v_empty[stage], ring.phase ^ 1);
+      for (uint32_t& rows : shared.wild[stage]) rows = 0;
+      copy(v_map, shared.v[stage], v_there);
+    }
+    if constexpr (kIsFp8<kCache>) {
+      __syncwarp();
+      convert_item(shared, ring, item, 0);
+    } else {
+      if (first) barrier_wait(&shared.first_tiles, 0);
+      ring.advance();
+    }
+    place.advance();
+  }
 }
 
 // Lane i brings token i, i + 32, ... of a tile, and says where its result goes.
@@ -168,88 +163,70 @@ __device__ __forceinline__ void produce_q(const KVBlockParams& params, const CUt
   const int lane = threadIdx.x % 32;
   const int group = 1 << params.log_group, tile_tokens = kTileRows >> params.log_group;
   const int first_stage = consumer * kQStagesPerConsumer;
+  RingPosition<kItemPlaces> place;
   RingPosition<kQStagesPerConsumer> ring;
   RingPosition<kKVStages> kv;  // FP8
-  int32_t head = 0, begin = 0, end = 0, first_valid = 0;
-  uint32_t earlier_tiles = 0;
+  uint32_t first = consumer;   // first_tile() of the item
   bool started = false;
-  Pair next{};  // of the lane, in the tile after the current one
+  Pair next{};  // of the lane, in the consumer's next tile
   // Of the first item, the first tiles come before the second item's K and V: the copies of an SM
   // are served in order. Once, whether this consumer has a tile or not.
   const auto let_items_follow = [&] {
-    if (!kIsFp8<kCache> && !started) named_barrier(kFirstTilesBarrier, kProducers * 32);
+    if (!kIsFp8<kCache> && !started && lane == 0) barrier_arrive(&shared.first_tiles);
     started = true;
   };
-  const auto load_pair = [&](int32_t first, int32_t item_end) {
-    if (first + lane < item_end) next = params.pairs[first + lane];
-  };
-  for_items(
-      params,
-      [&](const WorkItem& item) {
-        head = item.head;
-        first_valid = item.first_valid;
-        end = item.end;
-        const uint32_t tiles = count_tiles(params, item);
-        uint32_t before = sum_up_to_lane(tiles);
-        before += earlier_tiles - tiles;
-        begin = item.begin + static_cast<int32_t>(first_tile(consumer, before)) * tile_tokens;
-        earlier_tiles = __shfl_sync(kAllLanes, before + tiles, 31) % kConsumers;
-      },
-      [&](int32_t i, int32_t count) {
-        const int32_t item_head = __shfl_sync(kAllLanes, head, i);
-        const int32_t item_begin = __shfl_sync(kAllLanes, begin, i);
-        const int32_t item_end = __shfl_sync(kAllLanes, end, i);
-        const int32_t item_valid = __shfl_sync(kAllLanes, first_valid, i);
-        const int32_t next_begin = __shfl_sync(kAllLanes, begin, i + 1);
-        const int32_t next_end = i + 1 < count ? __shfl_sync(kAllLanes, end, i + 1) : 0;
-        if (i == 0) load_pair(item_begin, item_end);
-        if (item_begin >= item_end) load_pair(next_begin, next_end);
-        const auto gather = [&](int32_t first) {
-          Pair pair = next;
-          const int32_t following = first + kConsumers * tile_tokens;
-          load_pair(following < item_end ? following : next_begin,
-                    following < item_end ? item_end : next_end);
-          const int tokens = min(tile_tokens, item_end - first);
-          const int stage = first_stage + ring.stage;
-          barrier_wait(&shared.q_empty[stage], ring.phase ^ 1);
-          for (int token = lane; token < tile_tokens; token += 32) {
-            if (token != lane && token < tokens) pair = params.pairs[first + token];
-            shared.slots[stage][token] = token < tokens ? pair.slot : -1;
-            shared.valid[stage][token] = min(kBlock, pair.token + item_valid);
-          }
-          __syncwarp();
-          if (lane == 0) {
-            barrier_arrive_expect(&shared.q_full[stage], tokens * group * kHeadDim * 2);
-          }
-          __syncwarp();
-          for (int token = lane; token < tokens; token += 32) {
-            // The last pair read above is the lane's last token's; earlier ones are read again.
-            const int32_t source =
-                token + 32 < tokens ? params.pairs[first + token].token : pair.token;
-            const int row = token * group;
-            uint8_t* rows = shared.q[stage] + row / 8 * 2048 + row % 8 * 128;
-            if (group >= 8) {  // whole groups of 8 rows: one box
-              copy_box(rows, q_map, &shared.q_full[stage], 0, 0, 0, item_head * group / 8, source);
-            } else {  // a part of one: a box for each half of d
-              copy_box(rows, q_map, &shared.q_full[stage], 0, item_head * group, 0, 0, source);
-              copy_box(rows + 1024, q_map, &shared.q_full[stage], 0, item_head * group, 1, 0,
-                       source);
-            }
-          }
-          ring.advance();
-          let_items_follow();
-        };
-        int32_t first = item_begin;
-        if constexpr (kIsFp8<kCache>) {  // a tile first, rather than wait for the pages
-          if (first < item_end && !has_landed(shared, kv)) {
-            gather(first);
-            first += kConsumers * tile_tokens;
-          }
-          convert_item(shared, kv, 1 + consumer);
+  while (true) {
+    barrier_wait(&shared.item_full[place.stage], place.phase);
+    const WorkItem& item = shared.items[place.stage];
+    if (is_last(item)) return;
+    const int32_t head = item.head, end = item.end, first_valid = item.first_valid;
+    const uint32_t tiles = count_tiles(params, item);
+    int32_t begin = item.begin + static_cast<int32_t>(first) * tile_tokens;
+    const auto load_pair = [&] {
+      if (begin + lane < end) next = params.pairs[begin + lane];
+    };
+    const auto gather = [&] {
+      const int tokens = min(tile_tokens, end - begin);
+      const int stage = first_stage + ring.stage;
+      Pair pair = next;
+      barrier_wait(&shared.q_empty[stage], ring.phase ^ 1);
+      for (int token = lane; token < tile_tokens; token += 32) {
+        if (token != lane && token < tokens) pair = params.pairs[begin + token];
+        shared.slots[stage][token] = token < tokens ? pair.slot : -1;
+        shared.valid[stage][token] = min(kBlock, pair.token + first_valid);
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive_expect(&shared.q_full[stage], tokens * group * kHeadDim * 2);
+      __syncwarp();
+      for (int token = lane; token < tokens; token += 32) {
+        // The last pair read above is the lane's last token's; earlier ones are read again.
+        const int32_t source = token + 32 < tokens ? params.pairs[begin + token].token : pair.token;
+        const int row = token * group;
+        uint8_t* rows = shared.q[stage] + row / 8 * 2048 + row % 8 * 128;
+        if (group >= 8) {  // whole groups of 8 rows: one box
+          copy_box(rows, q_map, &shared.q_full[stage], 0, 0, 0, head * group / 8, source);
+        } else {  // a part of one: a box for each half of d
+          copy_box(rows, q_map, &shared.q_full[stage], 0, head * group, 0, 0, source);
+          copy_box(rows + 1024, q_map, &shared.q_full[stage], 0, head * group, 1, 0, source);
         }
-        for (; first < item_end; first += kConsumers * tile_tokens) gather(first);
-        let_items_follow();
-      });
+      }
+      ring.advance();
+      let_items_follow();
+      begin += kConsumers * tile_tokens;
+      load_pair();
+    };
+    load_pair();
+    if constexpr (kIsFp8<kCache>) {  // a tile first, rather than wait for the pages
+      if (begin < end && !has_landed(shared, kv)) gather();
+      convert_item(shared, kv, item, 1 + consumer);
+    }
+    while (begin < end) gather();
+    let_items_follow();
+    first = first_tile(first, tiles);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&shared.item_empty[place.stage]);
+    place.advance();
+  }
 }
 
 }  // namespace msa::sparse_prefill::sm90

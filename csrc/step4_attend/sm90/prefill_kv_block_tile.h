@@ -30,14 +30,9 @@ static_assert((kConsumers * kConsumerRegisters + kProducerRegisters) * 128 <= 65
 constexpr int kPageBytes = kBlock * kHeadDim * 2;  // one K or V block in shared memory, 16 bits
 constexpr int kQTileBytes = kTileRows * kHeadDim * 2;
 
-// What a consumer needs to know of an item; written by the K/V producer before it copies K.
-struct ItemInfo {
-  int32_t tiles;    // of all consumers
-  int32_t written;  // tokens of the request from the block's first on
-  int32_t page;
-  int32_t head;
-  bool masked;  // some of the request's new tokens do not see all of the block
-};
+// Places of work items on their way to q producers and consumers. An item is published when K of
+// the item three before it was used up, which is after every consumer read the one four before it.
+constexpr int kItemPlaces = 4;
 
 // What FP8 caches need beside: the scale of an item's logits, and where copied pages arrive before
 // they are converted (prefill_fp8_page.cuh).
@@ -55,9 +50,12 @@ struct SharedStorage {
   alignas(1024) uint8_t v[kKVStages][kPageBytes];
   alignas(1024) uint8_t q[kQStages][kQTileBytes];  // [8 row groups][2 halves of d][8 rows][64 d]
   int32_t slots[kQStages][kTileRows];              // of each token of a tile, -1: none
-  uint8_t valid[kQStages][kTileRows];  // keys of the block that the token may see, 1 to 128
-  ItemInfo items[2 * kKVStages];
+  uint8_t valid[kQStages][kTileRows];     // keys of the block that the token may see, 1 to 128
+  WorkItem items[kItemPlaces];            // without pairs: there are no more
   uint32_t wild[kKVStages][kBlock / 32];  // rows of V with NaN or Inf, of masked blocks
+  uint64_t item_full[kItemPlaces];
+  uint64_t item_empty[kItemPlaces];
+  uint64_t first_tiles;
   uint64_t k_full[kKVStages];
   uint64_t v_full[kKVStages];
   uint64_t k_empty[kKVStages];
@@ -71,8 +69,7 @@ constexpr int kSharedBytes = sizeof(SharedStorage<kCache>);
 static_assert(kSharedBytes<DType::kBFloat16> <= 227 * 1024, "shared memory of one CTA");
 static_assert(kSharedBytes<DType::kFloat8E4M3> <= 227 * 1024, "shared memory of one CTA");
 
-constexpr int kProducers = 4;          // warps
-constexpr int kFirstTilesBarrier = 2;  // named, of the producers
+constexpr int kProducers = 4;  // warps
 template <DType kCache>
 constexpr int kKVFullArrivals = kIsFp8<kCache> ? kProducers : 1;  // each converts a part
 constexpr int kKVEmptyArrivals = kConsumers * 4;                  // one a consumer warp
@@ -93,6 +90,9 @@ struct KVBlockParams {
   const Pair* pairs;
   const WorkItem* work_items;
   const int32_t* item_range;  // [2]: the work items of this round
+  int32_t* item_tickets;      // [1]: how many of them CTAs have drawn beyond their first
+  const int32_t* used_slots;  // [1], of the call; null where L2 holds a call's partial results
+  int32_t kept_slots;         // that L2 holds
   int32_t max_items;          // in memory
   int32_t round;
   float scale_log2;   // scale * log2(e)

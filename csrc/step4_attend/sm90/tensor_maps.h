@@ -22,9 +22,10 @@ inline CUtensorMap make_q_map(const AttendParams& params, const ExecContext& con
                                   {head_bytes, 128, 16, token_bytes}, {64, group, 1, 1, 1});
 }
 
-// A box is a block of one KV head: half of d after half of bfloat16, whole rows of FP8.
+// A box is a block of one KV head, or `tokens` of it: half of d after half of bfloat16, whole rows
+// of FP8.
 inline CUtensorMap make_kv_map(const PagedView& cache, const AttendParams& params,
-                               const ExecContext& context) {
+                               const ExecContext& context, uint32_t tokens = kBlock) {
   const auto heads = static_cast<uint64_t>(params.num_kv_heads);
   const auto pages = static_cast<uint64_t>(cache.num_pages);
   if (cache.dtype == DType::kFloat8E4M3) {
@@ -32,13 +33,13 @@ inline CUtensorMap make_kv_map(const PagedView& cache, const AttendParams& param
         context.op, cache.data, {kHeadDim, kBlock, 1, heads, pages},
         {static_cast<uint64_t>(cache.token_stride), 16, static_cast<uint64_t>(cache.head_stride),
          static_cast<uint64_t>(cache.page_stride)},
-        {kHeadDim, kBlock, 1, 1, 1}, CU_TENSOR_MAP_DATA_TYPE_UINT8);
+        {kHeadDim, tokens, 1, 1, 1}, CU_TENSOR_MAP_DATA_TYPE_UINT8);
   }
   return sm90::make_tensor_map<5>(
       context.op, cache.data, {64, kBlock, 2, heads, pages},
       {static_cast<uint64_t>(cache.token_stride) * 2, 128,
        static_cast<uint64_t>(cache.head_stride) * 2, static_cast<uint64_t>(cache.page_stride) * 2},
-      {64, kBlock, 2, 1, 1});
+      {64, tokens, 2, 1, 1});
 }
 
 }  // namespace msa

@@ -164,6 +164,7 @@ inline size_t __cvta_generic_to_shared(const void* pointer) {
 inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 inline int __ffs(uint32_t bits) { return __builtin_ffs(static_cast<int>(bits)); }
 inline int __clz(uint32_t bits) { return bits ? __builtin_clz(bits) : 32; }
+inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t{a} * b >> 32; }
 inline uint32_t __float_as_uint(float value) { return emulation::bits_as<uint32_t>(value); }
 inline int32_t __float_as_int(float value) { return emulation::bits_as<int32_t>(value); }
 inline float __uint_as_float(uint32_t bits) { return emulation::bits_as<float>(bits); }
@@ -181,6 +182,7 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   return result;
 }
 inline int32_t __vimax3_s32(int32_t a, int32_t b, int32_t c) { return max(max(a, b), c); }
+inline uint32_t __vimin3_u32(uint32_t a, uint32_t b, uint32_t c) { return min(min(a, b), c); }
 template <typename Value>
 Value __ldcs(const Value* address) {
   return *address;

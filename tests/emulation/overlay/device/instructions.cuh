@@ -16,6 +16,12 @@ void load_if(bool there, const Value* address, Value& value) {
   if (there) value = *address;
 }
 
+inline int32_t fetch_and_increment(int32_t* counter) {
+  const int32_t before = *counter;
+  *counter = before == 0x7fffffff ? 0 : before + 1;
+  return before;
+}
+
 inline void prefetch_to_l2(const void*) {}
 
 inline float max_or_nan(float a, float b) {

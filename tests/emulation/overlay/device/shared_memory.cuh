@@ -29,6 +29,10 @@ Value load_shared(uint32_t address) {
 
 }  // namespace detail
 
+inline uint32_t load_shared_4(uint32_t address) { return detail::load_shared<uint32_t>(address); }
+inline void store_shared_4(uint32_t address, uint32_t bits) {
+  std::memcpy(detail::shared_bytes(address, 4), &bits, 4);
+}
 inline uint2 load_shared_8(uint32_t address) { return detail::load_shared<uint2>(address); }
 inline uint4 load_shared_16(uint32_t address) { return detail::load_shared<uint4>(address); }
 inline void store_shared_16(uint32_t address, const uint4& bits) {

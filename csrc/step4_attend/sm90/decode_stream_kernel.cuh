@@ -1,0 +1,133 @@
+// Step 4, sparse_decode and paged_decode on Hopper, calls whose units fill the machine: the
+// portable kernel's walk (sm80/decode_walk.cuh) with bulk copies in place of cp.async.
+//
+// Grid      T x Hkv: a unit a CTA, two CTAs an SM.
+// Roles     all 4 warps alike, each its own producer: lane by lane they compute, one lane copies.
+// Registers as in the walk.
+// Shared    ring    4 warps x 3 stages x (K 4096, V 4096)            98,304; layout: boxes of
+//                   decode_slice.cuh
+//           o       4 warps x 16 rows x 136 floats, over each warp's own part of the ring
+//           state   4 warps x 16 rows (m, l)
+//           full    4 warps x 3 stages
+// Barriers  full    1 arrival and the bytes of K and V, none of a slice that does not count; its
+//                   warp waits. __syncwarp says that a stage has been read.
+//           __syncthreads once, between the last slice and the merge of the warps.
+// Timeline  position, ids and scales | pages and q | 3 slices asked for, then for each slice:
+//           wait | S = Q K^T | softmax | O += P V | K and V of slice + 3 asked for, together: in
+//           interleaved pools they are the halves of one piece of memory.
+// Unseen    slices of blocks that do not count are not copied; of the others: decode_boxes.cuh.
+// Order     that of the walk: slice i belongs to warp i % 4, warps are merged in ascending order.
+// Limits    those of the walk; caches that fits_tensor_maps().
+#pragma once
+
+#include "step4_attend/sm90/decode_boxes.cuh"
+
+namespace msa::decode::sm90 {
+
+constexpr int kStreamWarps = 4, kStreamThreads = kStreamWarps * 32;
+
+struct StreamStorage : SharedStorage<kStreamWarps> {
+  uint64_t full[kStreamWarps][kStages];
+};
+static_assert(2 * (sizeof(StreamStorage) + 1024) <= 228 * 1024, "two CTAs an SM");
+
+// The walk of a warp over its slices; its result lies in shared memory afterwards.
+template <typename Element, bool kSparse>
+__device__ __forceinline__ void walk_boxes(const DecodeParams& params, const SliceBoxes& boxes,
+                                           StreamStorage& shared, int64_t head, int32_t token) {
+  using S = Slice<Element>;
+  const AttendParams& attend = params.attend;
+  const int lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0);
+  // Position and ids do not wait for each other, nor do pages and q.
+  const PositionGuess guess = guess_row<kSparse>(params, token);
+  WarpSlices<Element, kSparse> slices{params, head, token, warp, kStreamWarps};
+  const LoadingId lane_id = slices.id_of(slices.slot_of(lane));
+  const float k_scale = load_scale(attend.k_scale, head);
+  if (kSparse) prefetch_inputs(params, guess, head, token, 0);
+  slices.look_up(lane_id, guess);
+  Query<Element> query;
+  query.load(attend.q, token, head * attend.group_size, attend.group_size);
+
+  // Begins to bring a slice; returns how many of its tokens count.
+  const auto fetch = [&](int stage, int32_t index) {
+    const SliceTokens tokens = slices.get(index);
+    if (hopper::elect_one()) {
+      uint64_t* full = &shared.full[warp][stage];
+      if (tokens.valid > 0) {
+        hopper::barrier_arrive_expect(full, 2 * kPartBytes);
+        const bool keep = index < params.kept_slices;
+        boxes.copy_k(shared.ring[warp][stage][0], tokens, full, keep);
+        boxes.copy_v(shared.ring[warp][stage][1], tokens, full, keep);
+      } else {
+        hopper::barrier_arrive(full);
+      }
+    }
+    return tokens.valid;
+  };
+  int valid[kStages];  // of the slice at hand and the next ones
+#pragma unroll
+  for (int stage = 0; stage < kStages; ++stage) valid[stage] = fetch(stage, stage);
+
+  Rows<Element, true> rows;
+  rows.clear();
+  query.prepare(attend.scale * k_scale * kLog2E);
+  hopper::RingPosition<kStages> ring;
+#pragma unroll 1
+  for (int32_t index = 0; slices.has(index); ++index) {
+    hopper::barrier_wait(&shared.full[warp][ring.stage], ring.phase);
+    if (valid[0] > 0) {
+      uint8_t (&stage)[2][kPartBytes] = shared.ring[warp][ring.stage];
+      float s[S::kColumns][4], factor[2];
+      typename Rows<Element, true>::Weights p;
+      score<Element, true>(query, shared_address(stage[0]), s);
+      rows.softmax(s, valid[0], query.scale, p, factor);
+      if (__any_sync(kAllLanes, any_shrinks(factor))) rows.shrink(factor);
+      if (valid[0] < S::kTokens) clear_unseen_values<Element>(stage[1], valid[0]);
+      rows.add_values(shared_address(stage[1]), p);
+    }
+    __syncwarp();
+    const int later_valid = fetch(ring.stage, index + kStages);
+#pragma unroll
+    for (int i = 0; i + 1 < kStages; ++i) valid[i] = valid[i + 1];
+    valid[kStages - 1] = later_valid;
+    ring.advance();
+  }
+  rows.store(reinterpret_cast<float*>(shared.ring[warp]), shared.state[warp]);
+}
+
+template <typename Element, bool kSparse>
+__global__ void __launch_bounds__(kStreamThreads, 2)
+    msa_decode_stream_sm90_kernel(const __grid_constant__ DecodeParams params,
+                                  const __grid_constant__ CUtensorMap k_map,
+                                  const __grid_constant__ CUtensorMap v_map) {
+  extern __shared__ __align__(1024) uint8_t shared_memory[];
+  auto& shared = *reinterpret_cast<StreamStorage*>(shared_memory);
+  const AttendParams& attend = params.attend;
+  const int warp = threadIdx.x / 32;
+  const auto num_tokens = static_cast<int32_t>(attend.batch.num_tokens);
+  const int32_t head = blockIdx.x / num_tokens, token = blockIdx.x % num_tokens;
+  if (hopper::elect_one()) {  // by a lane each, the assembler would make a loop over the lanes
+#pragma unroll
+    for (uint64_t& full : shared.full[warp]) hopper::barrier_init(&full, 1);
+  }
+  hopper::fence_barrier_init();
+  if (threadIdx.x == 0) {
+    hopper::prefetch_tensor_map(&k_map);
+    hopper::prefetch_tensor_map(&v_map);
+  }
+  __syncwarp();
+  wait_for_previous_kernel();
+  const float v_scale = load_scale(attend.v_scale, head);
+  walk_boxes<Element, kSparse>(params, {params, k_map, v_map, head}, shared, head, token);
+  start_next_kernel();
+  __syncthreads();
+  const int group = static_cast<int>(attend.group_size);
+  for (int row = warp; row < group; row += kStreamWarps) {
+    float maximum, sum;
+    const float4 o = merge_warps(shared, row, maximum, sum);
+    store_result(attend, token, head, row, o, maximum, sum, v_scale);
+  }
+}
+
+}  // namespace msa::decode::sm90
