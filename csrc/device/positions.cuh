@@ -14,8 +14,9 @@ struct TokenPosition {
   int32_t pos;  // position in the request; negative where the request is shorter than its queries
 };
 
+// A length below 0 is one of 0: no token of the request is seen, and no position wraps.
 __device__ __forceinline__ int32_t seq_len_of(const BatchView& batch, int64_t request) {
-  return batch.seq_lens[request * batch.seq_lens_stride];
+  return max(batch.seq_lens[request * batch.seq_lens_stride], 0);
 }
 
 __device__ __forceinline__ int32_t first_token_of(const BatchView& batch, int64_t request) {
@@ -24,7 +25,9 @@ __device__ __forceinline__ int32_t first_token_of(const BatchView& batch, int64_
 
 // The request that token t belongs to, by bisection of cu_seqlens_q.
 __device__ __forceinline__ TokenPosition find_position(const BatchView& batch, int32_t token) {
-  if (token >= first_token_of(batch, batch.num_requests)) return {-1, -1};
+  if (batch.num_requests == 0 || token >= first_token_of(batch, batch.num_requests)) {
+    return {-1, -1};
+  }
   int32_t low = 0,
           high = static_cast<int32_t>(batch.num_requests);  // first[low] <= token < first[high]
   while (high - low > 1) {

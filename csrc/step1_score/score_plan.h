@@ -65,7 +65,7 @@ struct RequestTokens {
   }
 };
 
-// Tokens [first, end) of a batch are a request's, and its length is seq_len.
+// Tokens [first, end) of a batch are a request's, and its length is seq_len, or 0 if that is below.
 MSA_HOST_DEVICE RequestTokens request_tokens(const ScoreCut& cut, int32_t first, int32_t end,
                                              int32_t seq_len) {
   RequestTokens request;
@@ -74,8 +74,9 @@ MSA_HOST_DEVICE RequestTokens request_tokens(const ScoreCut& cut, int32_t first,
   int32_t begin = first > window_begin ? first : window_begin;
   const int32_t stop = end < window_end ? end : window_end;
   const bool any = begin < stop;
+  const int32_t length = seq_len > 0 ? seq_len : 0;
   // May wrap where there is none. No early return: the load of seq_len would wait for the others.
-  const auto unseen = static_cast<int32_t>(static_cast<uint32_t>(end) - begin - seq_len);
+  const auto unseen = static_cast<int32_t>(static_cast<uint32_t>(end) - begin - length);
   const int32_t pos = unseen < 0 ? -unseen : 0;
   begin += unseen > 0 ? unseen : 0;  // before the start of the request: nothing is seen
   if (any && begin < stop) {

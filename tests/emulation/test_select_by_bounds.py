@@ -180,3 +180,16 @@ def test_pieces(library, sms):
     case = make(values="integer", shared_prefix=20)
     ids = Emulator(library, sms=sms).select_by_bounds(*case.index_args)
     assert_ids(ids, reference.select_blocks(*case.index_args))
+
+
+@pytest.mark.parametrize("length", [-(2**31), -(2**31) + 10, -1, 2**31 - 1])
+def test_lengths_that_cannot_be(library, length):
+    """A negative length is one of 0, also where positions counted back from it would wrap."""
+    case = make([(33, 30 * BLOCK + 70), (5, 900)], values="integer")
+    expected = reference.select_blocks(*case.index_args)
+    case.seq_lens[0] = length
+    ids = Emulator(library).select_by_bounds(*case.index_args)
+    assert bool(((ids >= -1) & (ids < case.block_table.size(1))).all())
+    if length < 0:
+        assert bool((ids[:, :33] == -1).all())
+    assert_ids(ids[:, 33:], expected[:, 33:])

@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kShortThreads)
           high = middle;
         }
       }
-      const int32_t pos = state.lengths[low] - (state.begins[low + 1] - thread);
+      const int32_t pos = max(state.lengths[low], 0) - (state.begins[low + 1] - thread);
       token = {low * static_cast<int32_t>(batch.max_pages), visible_blocks(batch, pos)};
     }
     state.tokens[thread] = token;
