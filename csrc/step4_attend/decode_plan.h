@@ -24,7 +24,6 @@ struct DecodeParams {
   int32_t tile_groups;  // tiles of draft tokens only: groups that one has,
   int32_t tile_tokens;  // and the most tokens
   bool two_an_sm;       // clusters only: two CTAs an SM
-  int32_t kept_slices;  // streams only: of a warp's, the first ones, whose lines L2 keeps
 };
 
 // Parts that each (token, KV head) is cut in, a power of two. `blocks`: the most that a row may
@@ -52,8 +51,7 @@ inline DecodeParams plan_decode(const AttendParams& attend, const IdsView& ids, 
           static_cast<int32_t>(std::max<int64_t>(1, each)),
           0,
           0,
-          false,
-          0};
+          false};
 }
 
 // Tokens of a tile of draft tokens of `groups` groups, 0 where such tiles do not pay: of one or two

@@ -3,8 +3,9 @@
 // shared memory: decode_slice.cuh, boxes.
 //
 // L2        blocks that one token reads are read once: their lines give way to each other before
-//           they displace others, which are to be written back first where they are dirty. Tokens
-//           of a request share blocks, whose lines stay, as do the first ones of a long stream.
+// they
+//           displace others, which are to be written back first where they are dirty. Tokens of a
+//           request share blocks, whose lines stay.
 // Unseen    a box is whole, whatever of it counts: tokens past pos are masked in S, and their rows
 //           of V, where 0 * NaN would be NaN, become 0 in shared memory before they are read.
 #pragma once
@@ -50,7 +51,7 @@ struct SliceBoxes {
   const CUtensorMap* k_map;
   const CUtensorMap* v_map;
   int head;
-  uint64_t policy, kept_policy;
+  uint64_t policy;
 
   __device__ __forceinline__ SliceBoxes(const DecodeParams& params, const CUtensorMap& k,
                                         const CUtensorMap& v, int kv_head)
@@ -58,18 +59,15 @@ struct SliceBoxes {
         v_map(&v),
         head(kv_head),
         policy(params.tokens_each == 1 ? hopper::evict_first_policy()
-                                       : hopper::evict_normal_policy()),
-        kept_policy(hopper::evict_normal_policy()) {}
+                                       : hopper::evict_normal_policy()) {}
 
-  __device__ __forceinline__ void copy_k(uint8_t* part, const SliceTokens& tokens, uint64_t* full,
-                                         bool keep = false) const {
-    hopper::copy_box(part, k_map, full, 0, tokens.first, 0, head, tokens.page,
-                     keep ? kept_policy : policy);
+  __device__ __forceinline__ void copy_k(uint8_t* part, const SliceTokens& tokens,
+                                         uint64_t* full) const {
+    hopper::copy_box(part, k_map, full, 0, tokens.first, 0, head, tokens.page, policy);
   }
-  __device__ __forceinline__ void copy_v(uint8_t* part, const SliceTokens& tokens, uint64_t* full,
-                                         bool keep = false) const {
-    hopper::copy_box(part, v_map, full, 0, tokens.first, 0, head, tokens.page,
-                     keep ? kept_policy : policy);
+  __device__ __forceinline__ void copy_v(uint8_t* part, const SliceTokens& tokens,
+                                         uint64_t* full) const {
+    hopper::copy_box(part, v_map, full, 0, tokens.first, 0, head, tokens.page, policy);
   }
 };
 

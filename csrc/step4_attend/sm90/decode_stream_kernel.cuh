@@ -56,9 +56,8 @@ __device__ __forceinline__ void walk_boxes(const DecodeParams& params, const Sli
       uint64_t* full = &shared.full[warp][stage];
       if (tokens.valid > 0) {
         hopper::barrier_arrive_expect(full, 2 * kPartBytes);
-        const bool keep = index < params.kept_slices;
-        boxes.copy_k(shared.ring[warp][stage][0], tokens, full, keep);
-        boxes.copy_v(shared.ring[warp][stage][1], tokens, full, keep);
+        boxes.copy_k(shared.ring[warp][stage][0], tokens, full);
+        boxes.copy_v(shared.ring[warp][stage][1], tokens, full);
       } else {
         hopper::barrier_arrive(full);
       }
