@@ -44,7 +44,6 @@ __device__ __forceinline__ void walk_boxes(const DecodeParams& params, const Sli
   WarpSlices<Element, kSparse> slices{params, head, token, warp, kStreamWarps};
   const LoadingId lane_id = slices.id_of(slices.slot_of(lane));
   const float k_scale = load_scale(attend.k_scale, head);
-  if (kSparse) prefetch_inputs(params, guess, head, token, 0);
   slices.look_up(lane_id, guess);
   Query<Element> query;
   query.load(attend.q, token, head * attend.group_size, attend.group_size);
