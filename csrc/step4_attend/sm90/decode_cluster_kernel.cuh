@@ -20,9 +20,8 @@
 //           inbox_state  [split][row of this CTA] (m, l). CTA r merges the R rows from r * R on,
 //                    R = ceil(G / splits).
 //           k_full, v_full  [warp][stage]
-// Timeline  position, ids and scales | pages and q | K and V of 3 rounds, then for each round:
-//           wait K | S = Q K^T | row maxima | __syncthreads | K and V of round + 2, from the
-//           second one on, whose stage the round before has left | P |
+// Timeline  position, ids and scales | pages and q | K and V of 2 rounds, then for each round:
+//           wait K | S = Q K^T | row maxima | __syncthreads | fetch K and V of round + 2 | P |
 //           wait V | __syncthreads | O += P V. A lane asks for a slice, by bulk copies.
 //           Then o goes to the CTAs that own its rows; they merge the parts and store. One launch,
 //           no workspace.
@@ -328,12 +327,11 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
     }
     return tokens.valid;
   };
-  int valid = 0, next_valid = 0, later_valid = 0;  // of this round and of the next two
+  int valid = 0, next_valid = 0;  // of this round and of the next one
 #pragma unroll 1
-  for (int stage = 0; stage < kStages; ++stage) {
+  for (int stage = 0; stage < kStages - 1; ++stage) {
     valid = next_valid;
-    next_valid = later_valid;
-    later_valid = fetch(stage, stage);
+    next_valid = fetch(stage, stage);
   }
 
   query.prepare(attend.scale * k_scale * kLog2E);
@@ -347,7 +345,7 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
     if (valid > 0) score<Element, true>(query, stage_address(warp, stage), s);
     rows.store_maxima(shared.maxima, warp, s, valid, query.scale);
     __syncthreads();
-    if (round > 0) later_valid = fetch(stage == 0 ? kStages - 1 : stage - 1, round + 2);
+    const int later_valid = fetch(stage == 0 ? kStages - 1 : stage - 1, round + 2);
     rows.store_weights(shared.maxima, shared.weights + warp * rows.kSteps * 32, s);
     if (!is_round(round + 1)) rows.store_sums(shared.sums, warp);
     hopper::barrier_wait(&shared.v_full[warp][stage], ring.phase);

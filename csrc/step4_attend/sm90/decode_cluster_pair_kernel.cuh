@@ -216,12 +216,11 @@ static __global__ void __launch_bounds__(kClusterPairWarps * 32, 1)
     }
     return seen;
   };
-  int2 seen{}, next_seen{}, later_seen{};  // of this round and of the next two
+  int2 seen = make_int2(0, 0), next_seen = make_int2(0, 0);  // of this round and of the next one
 #pragma unroll 1
-  for (int stage = 0; stage < kStages; ++stage) {
+  for (int stage = 0; stage < kStages - 1; ++stage) {
     seen = next_seen;
-    next_seen = later_seen;
-    later_seen = fetch(stage, stage);
+    next_seen = fetch(stage, stage);
   }
 
 #pragma unroll
@@ -241,7 +240,7 @@ static __global__ void __launch_bounds__(kClusterPairWarps * 32, 1)
     rows[0].store_maxima(shared.maxima[0], warp, s[0], seen.x, query[0].scale);
     rows[1].store_maxima(shared.maxima[1], warp, s[1], seen.y, query[1].scale);
     __syncthreads();
-    if (round > 0) later_seen = fetch(stage == 0 ? kStages - 1 : stage - 1, round + 2);
+    const int2 later_seen = fetch(stage == 0 ? kStages - 1 : stage - 1, round + 2);
 #pragma unroll
     for (int token = 0; token < kTokens; ++token) {
       rows[token].store_weights(shared.maxima[token], shared.weights[token] + warp * 32, s[token]);
