@@ -50,10 +50,6 @@ struct ClusterParams {
   int32_t inverse_r;  // row / R = row * inverse_r >> 16
 };
 
-// A value of each warp for each row.
-template <int kWarps>
-using RowValues = float[kRows][kWarps];
-
 // Four warps: two CTAs an SM.
 template <int kWarpCount>
 struct ClusterStorage {
@@ -62,8 +58,8 @@ struct ClusterStorage {
   static constexpr int kInboxRows = kRows + kMaxSplits;  // splits * ceil(G / splits) is less
   alignas(1024) uint8_t ring[kWarps][kStages][2][kPartBytes];
   uint4 weights[kWarps * 2 * 32];
-  alignas(16) RowValues<kWarps> maxima;
-  alignas(16) RowValues<kWarps> sums;
+  alignas(16) float maxima[kRows][kWarps];
+  alignas(16) float sums[kRows][kWarps];
   alignas(16) float4 inbox[kInboxRows * kHeadDim / 4];
   float2 inbox_state[kInboxRows];
   uint64_t k_full[kWarps][kStages], v_full[kWarps][kStages];
@@ -72,23 +68,20 @@ struct ClusterStorage {
 static_assert(sizeof(ClusterStorage<8>) <= 227 * 1024, "shared memory of one CTA");
 static_assert(2 * (sizeof(ClusterStorage<4>) + 1024) <= 228 * 1024, "two CTAs an SM");
 
-// Has q, of one token or two, and the table's row of the request that they are probably of, a part
-// by each CTA of the row's, come to L2 while position and ids are on their way.
+// Has q, and the table's row of the request that the token is probably of, a part by each CTA of
+// the row's, come to L2 while position and ids are on their way.
 __device__ __forceinline__ void prefetch_inputs(const DecodeParams& params,
                                                 const PositionGuess& guess, int64_t head,
-                                                int32_t token, int32_t split, int tokens = 1) {
+                                                int32_t token, int32_t split) {
   constexpr int kLine = 128;
   constexpr int32_t kEntries = kLine / sizeof(int32_t), kLinesOfHead = kHeadDim * 2 / kLine;
   const AttendParams& attend = params.attend;
   const BatchView& batch = attend.batch;
   const auto thread = static_cast<int32_t>(threadIdx.x);
-  const auto lines = static_cast<int32_t>(kLinesOfHead * attend.group_size);  // of a token
-  if (thread < lines * tokens) {
-    const int32_t line = thread < lines ? thread : thread - lines;
-    const int64_t q_token = token + (thread < lines ? 0 : 1);
-    const int64_t q_head = head * attend.group_size + line / kLinesOfHead;
-    prefetch_to_l2(static_cast<const char*>(attend.q.data) + line % kLinesOfHead * kLine +
-                   2 * (q_token * attend.q.token_stride + q_head * attend.q.head_stride));
+  if (thread < kLinesOfHead * attend.group_size) {
+    const int64_t q_head = head * attend.group_size + thread / kLinesOfHead;
+    prefetch_to_l2(static_cast<const char*>(attend.q.data) + thread % kLinesOfHead * kLine +
+                   2 * (token * attend.q.token_stride + q_head * attend.q.head_stride));
   }
   if (batch.table_col_stride != 1 || guess.request < 0) return;
   const auto ctas = static_cast<int32_t>(attend.num_kv_heads) * params.splits;
@@ -128,14 +121,15 @@ __device__ __forceinline__ float sum_of(const float (&values)[kWarps]) {
 template <typename Element, int kWarps>
 struct ClusterRows {
   using S = Slice<Element>;
+  using Storage = ClusterStorage<kWarps>;
   static constexpr int kVectors = kHeadDim / kVectorColumns / kWarps;
   static constexpr int kSteps = S::kTokens / 16;
   static constexpr float kFirstWeight = Rows<Element>::kFirstWeight;
   float o[kVectors][2][2][4] = {};                         // [slice % 2][tile]
   float maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // the CTA's; of the lane's own columns
 
-  // s -> logits; their largest to `maxima`.
-  __device__ __forceinline__ void store_maxima(RowValues<kWarps>& maxima, int warp,
+  // s -> logits; their largest to shared.maxima.
+  __device__ __forceinline__ void store_maxima(Storage& shared, int warp,
                                                float (&s)[S::kColumns][4], int valid,
                                                const float (&scale)[2]) {
     const int row = threadIdx.x % 32 / 4;
@@ -143,17 +137,18 @@ struct ClusterRows {
     scale_logits<true>(s, valid, scale, largest);
     if (threadIdx.x % 4 != 0) return;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) maxima[row + 8 * r][warp] = largest[r];
+    for (int r = 0; r < 2; ++r) shared.maxima[row + 8 * r][warp] = largest[r];
   }
 
-  // Logits -> P to `weights`, the warp's; o shrinks to the new maximum.
-  __device__ __forceinline__ void store_weights(const RowValues<kWarps>& maxima, uint4* weights,
+  // Logits -> P to shared.weights; o shrinks to the new maximum.
+  __device__ __forceinline__ void store_weights(Storage& shared, int warp,
                                                 const float (&s)[S::kColumns][4]) {
     const int lane = threadIdx.x % 32, row = lane / 4;
     float reference[2], factor[2], added[2] = {};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float largest = fmaxf(largest_of(maxima[row + 8 * r]) - kFirstWeight, maximum[r]);
+      const float largest =
+          fmaxf(largest_of(shared.maxima[row + 8 * r]) - kFirstWeight, maximum[r]);
       reference[r] = reference_of(largest);
       factor[r] = exp2_fast(maximum[r] - reference[r]);
       maximum[r] = largest;
@@ -171,7 +166,7 @@ struct ClusterRows {
     }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      weights[step * 32 + lane] =
+      shared.weights[(warp * kSteps + step) * 32 + lane] =
           make_uint4(p[2 * step][0], p[2 * step][1], p[2 * step + 1][0], p[2 * step + 1][1]);
     }
 #pragma unroll
@@ -190,18 +185,18 @@ struct ClusterRows {
   }
 
   // The warp's share of l, after its last round.
-  __device__ __forceinline__ void store_sums(RowValues<kWarps>& sums, int warp) {
+  __device__ __forceinline__ void store_sums(Storage& shared, int warp) {
     const int row = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float whole = sum[r] + __shfl_xor_sync(kAllLanes, sum[r], 1);
       whole += __shfl_xor_sync(kAllLanes, whole, 2);
-      if (threadIdx.x % 4 == 0) sums[row + 8 * r][warp] = whole;
+      if (threadIdx.x % 4 == 0) shared.sums[row + 8 * r][warp] = whole;
     }
   }
 
   // o += P V of the round's slices; `values`: where the lane reads V of slice 0.
-  __device__ __forceinline__ void add_values(const ClusterStorage<kWarps>& shared,
+  __device__ __forceinline__ void add_values(const Storage& shared,
                                              const uint32_t (&values)[kVectors]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -343,11 +338,11 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
     hopper::barrier_wait(&shared.k_full[warp][stage], ring.phase);
     float s[S::kColumns][4] = {};
     if (valid > 0) score<Element, true>(query, stage_address(warp, stage), s);
-    rows.store_maxima(shared.maxima, warp, s, valid, query.scale);
+    rows.store_maxima(shared, warp, s, valid, query.scale);
     __syncthreads();
     const int later_valid = fetch(stage == 0 ? kStages - 1 : stage - 1, round + 2);
-    rows.store_weights(shared.maxima, shared.weights + warp * rows.kSteps * 32, s);
-    if (!is_round(round + 1)) rows.store_sums(shared.sums, warp);
+    rows.store_weights(shared, warp, s);
+    if (!is_round(round + 1)) rows.store_sums(shared, warp);
     hopper::barrier_wait(&shared.v_full[warp][stage], ring.phase);
     if (valid < S::kTokens) clear_unseen_values<Element>(shared.ring[warp][stage][1], valid);
     __syncthreads();
