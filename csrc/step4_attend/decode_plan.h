@@ -84,8 +84,8 @@ inline void cut_drafts(DecodeParams& params) {
 }
 
 // sm90/: calls small enough that every CTA has an SM of its own, or half of one, the splits of a
-// unit merged in a cluster; caches that fits_tensor_maps(). How to cut, no splits where the call is
-// not that small; `blocks` as above.
+// unit merged in a cluster. How to cut, no splits where the call is not that small; `blocks` as
+// above.
 struct ClusterCut {
   int32_t splits = 0;
   bool two_an_sm = false;

@@ -41,9 +41,11 @@ Plan plan_call(const AttendParams& attend, const IdsView& ids, int64_t blocks, b
     if (params.tile_tokens > 0) return {params, Way::kTiles};
   }
   if (sparse && takes_pairs(params)) return {params, Way::kPairs};
-  if (!fits) return {params, Way::kPortable};
   const ClusterCut cut = decode_cluster_cut(params, blocks, context);
-  if (cut.splits == 0) return {params, params.splits == 1 ? Way::kStream : Way::kPortable};
+  if (cut.splits == 0) {
+    const bool streams = params.splits == 1 && fits_tensor_maps(attend);
+    return {params, streams ? Way::kStream : Way::kPortable};
+  }
   params.splits = cut.splits;
   params.two_an_sm = cut.two_an_sm;
   return {params, Way::kCluster};

@@ -167,8 +167,9 @@ struct WarpSlices {
   }
 };
 
-// How a lane copies K or V of a slice: 8 vectors, 32 / kVectors rows apart.
-template <typename Element>
+// How a lane copies K or V of a slice: 8 vectors, 32 / kVectors rows apart. kVForAll: V for all
+// warps, which read it by ldmatrix whatever its type, and 0 in whole where nothing of it counts.
+template <typename Element, bool kVForAll = false>
 struct LaneCopy {
   using S = Slice<Element>;
   static constexpr int kStepRows = 32 / S::kVectors;
@@ -191,7 +192,7 @@ struct LaneCopy {
     v = static_cast<const char*>(params.v_cache.data) + bytes(head * params.v_cache.head_stride) +
         row * v_token + vector * 16;
     k_place = row * S::kRowBytes + (vector ^ row % 2 * 4) * 16;
-    v_place = row * S::kRowBytes + (vector ^ (S::kFp8 ? row / 2 * 2 : row)) * 16;
+    v_place = row * S::kRowBytes + (vector ^ (S::kFp8 && !kVForAll ? row / 2 * 2 : row)) * 16;
   }
 
   static __device__ __forceinline__ void copy_vector(uint32_t place, const char* source, bool whole,
@@ -215,7 +216,7 @@ struct LaneCopy {
     commit_async_copies();
   }
   __device__ __forceinline__ void copy_v(uint32_t part, int32_t page, int first, int valid) const {
-    if (valid <= 0) return commit_async_copies();  // nobody will look at it
+    if (!kVForAll && valid <= 0) return commit_async_copies();  // nobody will look at it
     const char* source = v + page * v_page + first * v_token;
     const bool whole = valid == S::kTokens;
 #pragma unroll

@@ -1,7 +1,6 @@
 // Host side of the cluster kernel: in how many parts a unit is cut, which the driver has a say in.
 #include "device/persistent_grid.cuh"
 #include "step4_attend/sm90/decode_cluster_kernel.cuh"
-#include "step4_attend/sm90/tensor_maps.h"
 
 namespace msa {
 namespace {
@@ -74,19 +73,16 @@ template <typename Element, bool kSparse, int kWarps>
 void launch(const DecodeParams& params, const ExecContext& context) {
   constexpr auto kernel = sm90::msa_decode_cluster_sm90_kernel<Element, kSparse, kWarps>;
   allow_large_clusters<kernel>(context, kSharedBytes<kWarps>);
-  constexpr int kTokens = sm90::Slice<Element>::kTokens;
-  const AttendParams& attend = params.attend;
+  const BatchView& batch = params.attend.batch;
   const ClusterLaunch launch(
       params.splits,
-      dim3(static_cast<unsigned>(params.splits), static_cast<unsigned>(attend.batch.num_tokens),
-           static_cast<unsigned>(attend.num_kv_heads)),
+      dim3(static_cast<unsigned>(params.splits), static_cast<unsigned>(batch.num_tokens),
+           static_cast<unsigned>(params.attend.num_kv_heads)),
       kWarps * 32, kSharedBytes<kWarps>, context);
-  const auto rows = static_cast<int32_t>((attend.group_size + params.splits - 1) / params.splits);
+  const auto rows =
+      static_cast<int32_t>((params.attend.group_size + params.splits - 1) / params.splits);
   const sm90::ClusterParams kernel_params{params, rows, (65536 + rows - 1) / rows};
-  check_cuda(context.op,
-             cudaLaunchKernelEx(&launch.config, kernel, kernel_params,
-                                make_kv_map(attend.k_cache, attend, context, kTokens),
-                                make_kv_map(attend.v_cache, attend, context, kTokens)),
+  check_cuda(context.op, cudaLaunchKernelEx(&launch.config, kernel, kernel_params),
              "launching msa_decode_cluster_sm90_kernel");
 }
 

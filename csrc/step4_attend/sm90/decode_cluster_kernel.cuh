@@ -11,36 +11,36 @@
 // Registers q as 16 rows (G heads, the last one repeated); o of 16 x (128 / W), even and odd slices
 //           in sums of their own; what to fetch of the warp's next 32 slices, one a lane.
 // Shared    of 8 warps, and of 4, two CTAs an SM:
-//           ring     W warps x 3 stages x (K 4096, V 4096),
-//                    boxes of decode_slice.cuh                      196,608     98,304
+//           ring     W warps x 3 stages x (K 4096, V 4096)          196,608     98,304
 //           weights  P of a round as operands, 16 bytes a lane        8,192      4,096
 //           maxima, sums  [row][warp]                                 1,024        512
 //           inbox    [split][row of this CTA][D] floats,
 //                    as the senders have them                        16,384     12,288
 //           inbox_state  [split][row of this CTA] (m, l). CTA r merges the R rows from r * R on,
 //                    R = ceil(G / splits).
-//           k_full, v_full  [warp][stage]
 // Timeline  position, ids and scales | pages and q | K and V of 2 rounds, then for each round:
 //           wait K | S = Q K^T | row maxima | __syncthreads | fetch K and V of round + 2 | P |
-//           wait V | __syncthreads | O += P V. A lane asks for a slice, by bulk copies.
+//           wait V | __syncthreads | O += P V. Two cp.async groups a round: K, then V.
 //           Then o goes to the CTAs that own its rows; they merge the parts and store. One launch,
 //           no workspace.
-// Barriers  k_full, v_full  1 arrival and the bytes of the part, none of a slice that does not
-//                    count; the warp waits whose slice it is, the others by __syncthreads.
-//           __syncthreads, 1st of a round: the maxima are there, V of the round before has been
+// Barriers  __syncthreads, 1st of a round: the maxima are there, V of the round before has been
 //           read; 2nd: P and V are there, the maxima have been read.
 //           cluster  arrive at the start, wait before the first send: every CTA has started.
 //           arrived  1 arrival, and the bytes of all parts of this CTA's rows. Nobody touches the
 //                    memory of a CTA after that, so CTAs end when they like.
-// Unseen    decode_boxes.cuh; V of a slice that does not count is zeroed too: all multiply it by 0.
+// Unseen    as in the walk, but V of a slice that does not count is zeroed: all multiply it by 0.
 // Order     a CTA's rounds, in them the slices of even warps and those of odd ones, ascending;
 //           then even + odd; then splits, ascending.
 #pragma once
 
 #include "device/sm90/cluster.cuh"
-#include "step4_attend/sm90/decode_boxes.cuh"
+#include "device/sm90/mbarrier.cuh"
+#include "step4_attend/sm80/decode_walk.cuh"
 
 namespace msa::decode::sm90 {
+
+using namespace msa::decode::sm80;
+namespace hopper = msa::sm90;
 
 constexpr int kVectorColumns = 16;  // of o, what a warp owns one or two of
 
@@ -62,7 +62,6 @@ struct ClusterStorage {
   alignas(16) float sums[kRows][kWarps];
   alignas(16) float4 inbox[kInboxRows * kHeadDim / 4];
   float2 inbox_state[kInboxRows];
-  uint64_t k_full[kWarps][kStages], v_full[kWarps][kStages];
   uint64_t arrived;
 };
 static_assert(sizeof(ClusterStorage<8>) <= 227 * 1024, "shared memory of one CTA");
@@ -134,7 +133,7 @@ struct ClusterRows {
                                                const float (&scale)[2]) {
     const int row = threadIdx.x % 32 / 4;
     float largest[2];
-    scale_logits<true>(s, valid, scale, largest);
+    scale_logits(s, valid, scale, largest);
     if (threadIdx.x % 4 != 0) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) shared.maxima[row + 8 * r][warp] = largest[r];
@@ -214,10 +213,10 @@ struct ClusterRows {
         for (int vector = 0; vector < kVectors; ++vector) {
           auto& sums = o[vector][slice % 2];
           const uint32_t (&v)[4] = b[vector];
-          if constexpr (S::kFp8) {
+          if constexpr (S::kFp8) {  // of two tokens d and d + 1: by d, then by token
             uint32_t low[2], high[2];
-            convert_values(v[2 * step], low[0], high[0]);
-            convert_values(v[2 * step + 1], low[1], high[1]);
+            fp8_to_f16(__byte_perm(v[2 * step], 0, 0x3120), low[0], high[0]);
+            fp8_to_f16(__byte_perm(v[2 * step + 1], 0, 0x3120), low[1], high[1]);
             multiply_f16(sums[0], a, low[0], low[1]);
             multiply_f16(sums[1], a, high[0], high[1]);
           } else {
@@ -232,11 +231,9 @@ struct ClusterRows {
   // Where the lane reads 16 columns of the V at `v`: of bf16 two vectors of 16 tokens, of FP8 one
   // of 32.
   static __device__ __forceinline__ uint32_t value_address(uint32_t v, int columns) {
-    const int lane = threadIdx.x % 32, row = token_of_column(lane % 8);
-    const int eight = S::kFp8 ? lane / 8 : lane / 8 % 2;  // tokens
+    const int lane = threadIdx.x % 32, token = S::kFp8 ? lane : lane % 16;
     const int vector = S::kFp8 ? columns : 2 * columns + lane / 16;
-    return v + vector / 8 * S::kHalfBytes + (eight * 8 + row) * S::kBoxRowBytes +
-           (vector % 8 ^ row) * 16;
+    return v + token * S::kRowBytes + (vector ^ token % 8) * 16;
   }
 
   // The lane's columns of a vector in row g + 8 r.
@@ -251,33 +248,20 @@ struct ClusterRows {
 
 template <typename Element, bool kSparse, int kWarps>
 __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
-    msa_decode_cluster_sm90_kernel(const __grid_constant__ ClusterParams params,
-                                   const __grid_constant__ CUtensorMap k_map,
-                                   const __grid_constant__ CUtensorMap v_map) {
+    msa_decode_cluster_sm90_kernel(const __grid_constant__ ClusterParams params) {
   using S = Slice<Element>;
   extern __shared__ __align__(1024) uint8_t shared_memory[];
   auto& shared = *reinterpret_cast<ClusterStorage<kWarps>*>(shared_memory);
   const AttendParams& attend = params.decode.attend;
   const auto split = static_cast<int32_t>(blockIdx.x), token = static_cast<int32_t>(blockIdx.y);
-  const auto head = static_cast<int32_t>(blockIdx.z);
+  const int64_t head = blockIdx.z;
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0);
   const int group = static_cast<int>(attend.group_size), splits = params.decode.splits;
   const int own_rows = min(params.rows, max(0, group - split * params.rows));
-  if (hopper::elect_one()) {  // by a lane each, the assembler would make a loop over the lanes
-#pragma unroll
-    for (int stage = 0; stage < kStages; ++stage) {
-      hopper::barrier_init(&shared.k_full[warp][stage], 1);
-      hopper::barrier_init(&shared.v_full[warp][stage], 1);
-    }
-  }
   if (threadIdx.x == 0) {
-    hopper::prefetch_tensor_map(&k_map);
-    hopper::prefetch_tensor_map(&v_map);
     hopper::barrier_init(&shared.arrived, 1);
-  }
-  hopper::fence_barrier_init();
-  if (threadIdx.x == 0) {
+    hopper::fence_barrier_init();
     hopper::barrier_arrive_expect(&shared.arrived,
                                   splits * own_rows * (kHeadDim * sizeof(float) + sizeof(float2)));
   }
@@ -300,26 +284,22 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
 
   // Whether the CTA, not just this warp, has a round of that number.
   const auto is_round = [&](int32_t round) { return round * slices.turn < slices.count; };
-  const SliceBoxes boxes(params.decode, k_map, v_map, head);
+  const LaneCopy<Element, true> copy(attend, head);
   const auto stage_address = [&](int owner, int stage) {
     return shared_address(shared.ring[owner][stage]);
   };
-  // Begins to bring the warp's slice of a round. Returns how many of its tokens count.
+  // Begins to bring the warp's slice of a round, as two groups. Returns how many of its tokens
+  // count.
   const auto fetch = [&](int stage, int32_t round) {
-    if (!is_round(round)) return 0;
-    const SliceTokens tokens = slices.get(round);
-    if (hopper::elect_one()) {
-      uint64_t *k_full = &shared.k_full[warp][stage], *v_full = &shared.v_full[warp][stage];
-      if (tokens.valid > 0) {
-        hopper::barrier_arrive_expect(k_full, kPartBytes);
-        boxes.copy_k(shared.ring[warp][stage][0], tokens, k_full);
-        hopper::barrier_arrive_expect(v_full, kPartBytes);
-        boxes.copy_v(shared.ring[warp][stage][1], tokens, v_full);
-      } else {
-        hopper::barrier_arrive(k_full);
-        hopper::barrier_arrive(v_full);
-      }
+    if (!is_round(round)) {
+      commit_async_copies();
+      commit_async_copies();
+      return 0;
     }
+    const SliceTokens tokens = slices.get(round);
+    const uint32_t k = stage_address(warp, stage);
+    copy.copy_k(k, tokens.page, tokens.first, tokens.valid);
+    copy.copy_v(k + kPartBytes, tokens.page, tokens.first, tokens.valid);
     return tokens.valid;
   };
   int valid = 0, next_valid = 0;  // of this round and of the next one
@@ -331,20 +311,19 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
 
   query.prepare(attend.scale * k_scale * kLog2E);
   ClusterRows<Element, kWarps> rows;
-  hopper::RingPosition<kStages> ring;
+  int stage = 0;
 #pragma unroll 1
   for (int32_t round = 0; is_round(round); ++round) {
-    const int stage = ring.stage;
-    hopper::barrier_wait(&shared.k_full[warp][stage], ring.phase);
+    wait_async_copies<3>();  // behind K: V, and both of the next round
+    __syncwarp();
     float s[S::kColumns][4] = {};
-    if (valid > 0) score<Element, true>(query, stage_address(warp, stage), s);
+    if (valid > 0) score(query, stage_address(warp, stage), s);
     rows.store_maxima(shared, warp, s, valid, query.scale);
     __syncthreads();
     const int later_valid = fetch(stage == 0 ? kStages - 1 : stage - 1, round + 2);
     rows.store_weights(shared, warp, s);
     if (!is_round(round + 1)) rows.store_sums(shared, warp);
-    hopper::barrier_wait(&shared.v_full[warp][stage], ring.phase);
-    if (valid < S::kTokens) clear_unseen_values<Element>(shared.ring[warp][stage][1], valid);
+    wait_async_copies<4>();  // behind V: both of the next two rounds
     __syncthreads();
     uint32_t values[rows.kVectors];
 #pragma unroll
@@ -355,7 +334,7 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
     rows.add_values(shared, values);
     valid = next_valid;
     next_valid = later_valid;
-    ring.advance();
+    stage = stage + 1 == kStages ? 0 : stage + 1;
   }
   start_next_kernel();
 
