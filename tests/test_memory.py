@@ -64,14 +64,14 @@ def calls(case):
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8], ids=dtype_name)
 @pytest.mark.parametrize("lengths", [[(1, 2500)] * 9, [(300, 2900), (4, 2000)]], ids=str)
 def test_nothing_grows_with_the_pool(lengths, cache_dtype):
-    """Pools of 1K and of 64K pages; one memory serves as all three caches."""
+    """Pools of 1K and of 64K pages."""
     found = []
     for pages in (1024, 65536):
         case = make_case(
             lengths, hq=16, hkv=1, cache_dtype=cache_dtype, index_dtype=cache_dtype, device="cuda"
         )
-        pool = torch.empty(pages, 1, BLOCK, D, dtype=cache_dtype, device="cuda")
-        case = case.with_(k_cache=pool, v_cache=pool, index_k_cache=pool[:, 0])
+        pool = torch.empty(3, pages, 1, BLOCK, D, dtype=cache_dtype, device="cuda")
+        case = case.with_(k_cache=pool[0], v_cache=pool[1], index_k_cache=pool[2, :, 0])
         found.append({name: extra_bytes(call) for name, call in calls(case).items()})
         del pool, case
     assert found[0] == found[1]
