@@ -93,7 +93,7 @@ struct ClusterCut {
 ClusterCut decode_cluster_cut(const DecodeParams& params, int64_t blocks,
                               const ExecContext& context);
 void run_decode_cluster(const DecodeParams& params, const ExecContext& context, bool sparse);
-// sm90/: a CTA a unit, where that fills the machine; caches that fits_tensor_maps().
+// sm90/: a CTA a unit, where that fills the machine; FP8 caches that fits_tensor_maps().
 void run_decode_stream(const DecodeParams& params, const ExecContext& context, bool sparse);
 // sm90/, sparse_decode: two neighbouring tokens a CTA, the blocks that they share read once.
 void run_decode_pairs(const DecodeParams& params, const ExecContext& context);

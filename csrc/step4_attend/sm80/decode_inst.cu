@@ -35,15 +35,15 @@ Plan plan_call(const AttendParams& attend, const IdsView& ids, int64_t blocks, b
                const ExecContext& context) {
   DecodeParams params = plan_decode(attend, ids, blocks);
   if (!runs_sm90(context, attend.q.dtype, attend.k_cache.dtype)) return {params, Way::kPortable};
-  const bool fits = fits_tensor_maps(attend);
-  if (sparse && attend.k_cache.dtype == DType::kBFloat16 && fits) {
+  const bool is_fp8 = attend.k_cache.dtype == DType::kFloat8E4M3, fits = fits_tensor_maps(attend);
+  if (sparse && !is_fp8 && fits) {
     cut_drafts(params);
     if (params.tile_tokens > 0) return {params, Way::kTiles};
   }
   if (sparse && takes_pairs(params)) return {params, Way::kPairs};
   const ClusterCut cut = decode_cluster_cut(params, blocks, context);
   if (cut.splits == 0) {
-    const bool streams = params.splits == 1 && fits_tensor_maps(attend);
+    const bool streams = is_fp8 && params.splits == 1 && fits;
     return {params, streams ? Way::kStream : Way::kPortable};
   }
   params.splits = cut.splits;

@@ -12,10 +12,10 @@
 //           V: bf16 c ^ r % 8, read transposed by ldmatrix; FP8 c ^ 2 (r / 2 % 4), paired token
 //           by token by byte permutes. Of FP8 the columns of o come out in another order, see
 //           there. No bank conflicts, but of the FP8 reads 8 bytes wide.
-// Boxes     how Hopper's bulk copies bring a slice (kBoxes): rows of 128 bytes, vector c of row r
-//           at c ^ r % 8; of bf16 half of d after half. Columns 2 t and 2 t + 1 of a tile of S are
-//           its tokens t and t + 4, whose vectors lie in different banks; V is read by ldmatrix,
-//           its rows in the order of S's columns.
+// Boxes     how Hopper's bulk copies bring a slice of FP8 (kBoxes): rows of 128 bytes, vector c of
+//           row r at c ^ r % 8. Columns 2 t and 2 t + 1 of a tile of S are its tokens t and t + 4,
+//           whose vectors lie in different banks; V is read by ldmatrix, its rows in the order of
+//           S's columns.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -44,8 +44,6 @@ struct Slice {
   static constexpr int kPerBlock = kBlock / kTokens;
   static constexpr int kColumns = kTokens / 8;  // tiles of S
   static constexpr int kParts = kVectors / 4;   // of a row of K: a quad's 4 vectors each
-  static constexpr int kBoxRowBytes = 128;
-  static constexpr int kHalfBytes = kTokens * kBoxRowBytes;  // of a box; FP8: all of it
 };
 
 // Boxes: the token of a tile of 8 that is column `column` of S.
@@ -155,11 +153,10 @@ __device__ __forceinline__ uint32_t key_address(uint32_t k) {
   return k + row * Slice<Element>::kRowBytes + row % 2 * 64 + lane % 4 * 16;
 }
 
-// The same of a box, for column g of S; other parts: see score().
-template <typename Element>
+// The same of a box, for column g of S.
 __device__ __forceinline__ uint32_t box_key_address(uint32_t k) {
   const int lane = threadIdx.x % 32, row = token_of_column(lane / 4);
-  return k + row * Slice<Element>::kBoxRowBytes + (lane % 4 ^ row) * 16;
+  return k + row * Slice<__nv_fp8_e4m3>::kRowBytes + (lane % 4 ^ row) * 16;
 }
 
 // s = Q K^T of a slice; even and odd products in sums of their own, half as long a chain.
@@ -167,20 +164,13 @@ template <typename Element, bool kBoxes = false>
 __device__ __forceinline__ void score(const Query<Element>& query, uint32_t k,
                                       float (&s)[Slice<Element>::kColumns][4]) {
   using S = Slice<Element>;
-  const uint32_t address = kBoxes ? box_key_address<Element>(k) : key_address<Element>(k);
-  const auto place_of = [&](int tile, int part) {
-    if constexpr (kBoxes) {
-      return (address ^ part % 2 * 64) + part / 2 * S::kHalfBytes + tile * 8 * S::kBoxRowBytes;
-    } else {
-      return (address ^ part * 64) + tile * 8 * S::kRowBytes;
-    }
-  };
+  const uint32_t address = kBoxes ? box_key_address(k) : key_address<Element>(k);
 #pragma unroll
   for (int tile = 0; tile < S::kColumns; ++tile) {
     float even[4] = {}, odd[4] = {};
 #pragma unroll
     for (int part = 0; part < S::kParts; ++part) {
-      const uint4 bits = load_shared_16(place_of(tile, part));
+      const uint4 bits = load_shared_16((address ^ part * 64) + tile * 8 * S::kRowBytes);
       if constexpr (S::kFp8) {
         const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
@@ -245,36 +235,25 @@ __device__ __forceinline__ void convert_values(uint32_t word, uint32_t& first, u
   fp8_to_f16(__byte_perm(word, 0, 0x3120), first, second);
 }
 
-// for_value_operands() of a box, all steps: calls visit(step, n, b0, b1). Of tile n: bf16: d = 8 n
-// + column; FP8: d = 16 (n / 2) + 2 column + n % 2.
-template <typename Element, typename Visit>
+// for_value_operands() of a box, both steps: calls visit(step, n, b0, b1). Of tile n: d = 16 (n /
+// 2) + 2 column + n % 2.
+template <typename Visit>
 __device__ __forceinline__ void for_box_value_operands(uint32_t v, const Visit& visit) {
-  using S = Slice<Element>;
+  using S = Slice<__nv_fp8_e4m3>;
   const int lane = threadIdx.x % 32, row = token_of_column(lane % 8);
-  if constexpr (S::kFp8) {  // matrices: 8 tokens each, of one vector
-    const uint32_t address = v + (lane / 8 * 8 + row) * S::kBoxRowBytes + row * 16;
+  // Matrices: 8 tokens each, of one vector.
+  const uint32_t address = v + (lane / 8 * 8 + row) * S::kRowBytes + row * 16;
 #pragma unroll
-    for (int vector = 0; vector < S::kVectors; ++vector) {
-      uint32_t b[4];
-      load_matrices_transposed(b, address ^ vector * 16);
+  for (int vector = 0; vector < S::kVectors; ++vector) {
+    uint32_t b[4];
+    load_matrices_transposed(b, address ^ vector * 16);
 #pragma unroll
-      for (int step = 0; step < 2; ++step) {
-        uint32_t first[2], second[2];
-        convert_values(b[2 * step], first[0], second[0]);
-        convert_values(b[2 * step + 1], first[1], second[1]);
-        visit(step, 2 * vector, first[0], first[1]);
-        visit(step, 2 * vector + 1, second[0], second[1]);
-      }
-    }
-  } else {  // matrices: tokens 0-7, 8-15; then the next vector
-    const uint32_t address =
-        v + (lane / 8 % 2 * 8 + row) * S::kBoxRowBytes + (lane / 16 ^ row) * 16;
-#pragma unroll
-    for (int n = 0; n < 16; n += 2) {
-      uint32_t b[4];
-      load_matrices_transposed(b, (address ^ n % 8 * 16) + n / 8 * S::kHalfBytes);
-      visit(0, n, b[0], b[1]);
-      visit(0, n + 1, b[2], b[3]);
+    for (int step = 0; step < 2; ++step) {
+      uint32_t first[2], second[2];
+      convert_values(b[2 * step], first[0], second[0]);
+      convert_values(b[2 * step + 1], first[1], second[1]);
+      visit(step, 2 * vector, first[0], first[1]);
+      visit(step, 2 * vector + 1, second[0], second[1]);
     }
   }
 }
@@ -316,6 +295,7 @@ __device__ __forceinline__ void scale_logits(float (&s)[kColumns][4], int valid,
 template <typename Element, bool kBoxes = false>
 struct Rows {
   using S = Slice<Element>;
+  static_assert(S::kFp8 || !kBoxes, "boxes are of FP8");
   using Weights = uint32_t[S::kColumns][2];
   // The largest weight is 2^12 where weights are float16: that of the smallest normal one is then
   // 2^-26 of it, and 2^12 * 448 is far from the largest float32. o, sum and maximum carry it along.
@@ -381,7 +361,7 @@ struct Rows {
   // o += P V.
   __device__ __forceinline__ void add_values(uint32_t v, const Weights& p) {
     if constexpr (kBoxes) {
-      for_box_value_operands<Element>(
+      for_box_value_operands(
           v, [&](int step, int n, uint32_t b0, uint32_t b1) { multiply(p, step, n, b0, b1); });
     } else {
 #pragma unroll
@@ -401,7 +381,7 @@ struct Rows {
       sum[r] += __shfl_xor_sync(kAllLanes, sum[r], 2);
       float* out = shared_o + (row + 8 * r) * kOStride;
       if (quad == 0) shared_state[row + 8 * r] = make_float2(maximum[r], sum[r]);
-      if constexpr (S::kFp8 && kBoxes) {
+      if constexpr (kBoxes) {
 #pragma unroll
         for (int n = 0; n < 16; n += 2) {
           *reinterpret_cast<float4*>(out + n * 8 + quad * 4) =

@@ -7,11 +7,11 @@ namespace {
 
 namespace sm90 = decode::sm90;
 
-template <typename Element, bool kSparse>
+template <bool kSparse>
 void launch(const DecodeParams& params, const ExecContext& context) {
-  constexpr auto kernel = sm90::msa_decode_stream_sm90_kernel<Element, kSparse>;
+  constexpr auto kernel = sm90::msa_decode_stream_sm90_kernel<kSparse>;
   constexpr int kSharedBytes = sizeof(sm90::StreamStorage);
-  constexpr int kTokens = sm90::Slice<Element>::kTokens;
+  constexpr int kTokens = sm90::Slice<sm90::Fp8>::kTokens;
   const AttendParams& attend = params.attend;
   raise_shared_memory_limit<kernel>(context.op, context.device, kSharedBytes);
   launch_dependent(context.op, "launching msa_decode_stream_sm90_kernel", kernel, params.num_units,
@@ -20,19 +20,11 @@ void launch(const DecodeParams& params, const ExecContext& context) {
                    make_kv_map(attend.v_cache, attend, context, kTokens));
 }
 
-template <bool kSparse>
-void launch_for(const DecodeParams& params, const ExecContext& context) {
-  if (params.attend.k_cache.dtype == DType::kFloat8E4M3) {
-    return launch<__nv_fp8_e4m3, kSparse>(params, context);
-  }
-  return launch<__nv_bfloat16, kSparse>(params, context);
-}
-
 }  // namespace
 
 void run_decode_stream(const DecodeParams& params, const ExecContext& context, bool sparse) {
-  if (sparse) return launch_for<true>(params, context);
-  return launch_for<false>(params, context);
+  if (sparse) return launch<true>(params, context);
+  return launch<false>(params, context);
 }
 
 }  // namespace msa
