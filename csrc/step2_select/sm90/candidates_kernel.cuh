@@ -225,9 +225,8 @@ struct CandidateFinder {
       low[i] = lower_key(key[i], error[i]);
     }
     // Near enough will do: a cut that is not the best makes candidates, not errors.
-    const KeyCut found = kEach == 1
-                             ? cut_keys(key[0], blocks.capacity, scratch.words)
-                             : cut_keys(key, least, listed, blocks.capacity, kClose);
+    const KeyCut found = kEach == 1 ? cut_keys(key[0], blocks.capacity, scratch.words)
+                                    : cut_keys(key, least, listed, blocks.capacity, kClose);
     // A lower bound of the c-th largest score, and the largest U of all entries but at most c.
     uint32_t cut = ~0u, largest_left = 0;
 #pragma unroll

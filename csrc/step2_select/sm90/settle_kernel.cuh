@@ -4,9 +4,9 @@
 // Bound by latency: a warp a row reads its list and the exact scores of it, all at once.
 //
 // Grid      a warp a row.
-// Method    what is left to select ends at a score that is found by counting what is larger (of more
-//           than 32 entries by halving), of equal scores with the lower block. A wide row has no list: the c-th largest of its scores is found bit by
-//           bit.
+// Method    what is left to select ends at a score that is found by counting what is larger (of
+//           more than 32 entries by halving), of equal scores with the lower block. A wide row has
+//           no list: the c-th largest of its scores is found bit by bit.
 // Next      sets the counters of the window's lists to zero, for the next window.
 #pragma once
 
@@ -42,7 +42,8 @@ struct RowSettler {
     place += __popc(taking);
   }
 
-  // kEach entries a lane: whether they are sure, and the scores of the others, 0 where there is none.
+  // kEach entries a lane: whether they are sure, and the scores of the others, 0 where there is
+  // none.
   template <int kEach>
   __device__ __forceinline__ void settle_list(const uint32_t (&entries)[kEach],
                                               const bool (&sure)[kEach],
