@@ -46,7 +46,7 @@ DECODE = {  # (requests, tokens of each, Hq, Hkv): kernels of bfloat16 caches, o
     (32, 8, 16, 4): ("decode_pair_sm90<cache, 4>",) * 2,
     (32, 8, 64, 4): ("decode_tile_sm90<2>", "decode_pair_sm90<cache, 4>"),
     (16, 8, 64, 4): ("decode_tile_sm90<1>", "decode_pair_sm90<cache, 4>"),
-    (32, 4, 64, 4): ("decode_tile_sm90<1>", "decode_pair_sm90<cache, 4>"),
+    (32, 4, 64, 4): ("decode_tile_sm90<2>", "decode_pair_sm90<cache, 4>"),
     (300, 1, 64, 4): ("decode_sm80<cache, true>", "decode_stream_sm90<true>"),
 }
 PAGED = {  # pages of a row: kernels

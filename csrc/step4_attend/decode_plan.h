@@ -72,15 +72,14 @@ inline int32_t draft_tile_tokens(const DecodeParams& params, int groups) {
   return static_cast<int32_t>((each + request_tiles - 1) / request_tiles);
 }
 
-// Tiles of two groups where they fill the machine, since tokens that share a tile share its blocks;
-// of one where it holds the same tokens, or where only so many tiles fill the machine.
+// Tiles of two groups where they fill the machine, since tokens that share a tile share its blocks,
+// and those that share none are slower in tiles of one; of one where only so many tiles fill it.
 inline void cut_drafts(DecodeParams& params) {
-  params.tile_groups = kMaxDraftGroups;
-  params.tile_tokens = draft_tile_tokens(params, kMaxDraftGroups);
-  const int32_t narrow = draft_tile_tokens(params, 1);
-  if (params.tile_tokens > narrow && params.tile_tokens > 0) return;
-  params.tile_groups = 1;
-  params.tile_tokens = narrow;
+  for (const int32_t groups : {kMaxDraftGroups, 1}) {
+    params.tile_groups = groups;
+    params.tile_tokens = draft_tile_tokens(params, groups);
+    if (params.tile_tokens > 0) return;
+  }
 }
 
 // sm90/: calls small enough that every CTA has an SM of its own, or half of one, the splits of a

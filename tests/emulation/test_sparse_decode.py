@@ -56,8 +56,8 @@ WAYS = {
     "one_split": Way(FEW, 6, 6, 3, {torch.bfloat16: [(WALK, 128, 0)], FP8: [(STREAM, 128, 0)]}),
     "pairs": Way(DRAFTS, 4, 12, 132, {torch.bfloat16: [(PAIR, 256, 0)], FP8: [(PAIR, 128, 0)]}),
     "many_pairs": Way(DRAFTS, 4, 13, 132, both((PAIR, 128, 0))),
-    "tiles": Way(MORE_DRAFTS, 4, 30, 132, {torch.bfloat16: [(TILE, 384, 0)]}),
-    "narrow_tiles": Way(DRAFTS, 4, 30, 132, {torch.bfloat16: [(TILE, 256, 0)]}),
+    "tiles": Way(DRAFTS, 4, 30, 132, {torch.bfloat16: [(TILE, 384, 0)]}),
+    "narrow_tiles": Way(MORE_DRAFTS, 4, 15, 132, {torch.bfloat16: [(TILE, 256, 0)]}),
 }
 
 
