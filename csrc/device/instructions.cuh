@@ -35,6 +35,17 @@ __device__ __forceinline__ void load_if(bool there, const float* address, float&
       : "l"(address), "r"(static_cast<uint32_t>(there))
       : "memory");
 }
+// count + 1 where a + b is past 32 bits, in two instructions.
+__device__ __forceinline__ uint32_t count_carry(uint32_t a, uint32_t b, uint32_t count) {
+  asm("{\n"
+      ".reg .u32 sum;\n"
+      "add.cc.u32 sum, %1, %2;\n"
+      "addc.u32 %0, %0, 0;\n"
+      "}\n"
+      : "+r"(count)
+      : "r"(a), "r"(b));
+  return count;
+}
 
 // What a counter in global memory was before 1 was added to it; past 2^31 - 1 it begins again at 0.
 // Nothing waits for it until the result is looked at: atomicAdd() of a warp's lanes the assembler

@@ -92,6 +92,26 @@ struct KeyCut {
   uint32_t reached, missed;  // keys
 };
 
+// By counting, of a key a lane, as many as wanted of which are not 0: exact. `words`: of the warp.
+__device__ __forceinline__ KeyCut cut_keys(uint32_t key, int32_t wanted, uint32_t (&words)[32]) {
+  words[threadIdx.x % 32] = key;
+  __syncwarp();
+  uint32_t larger = 0, more_larger = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint4 others = reinterpret_cast<const uint4*>(words)[i];
+    larger = count_carry(others.x, ~key, larger);
+    more_larger = count_carry(others.y, ~key, more_larger);
+    larger = count_carry(others.z, ~key, larger);
+    more_larger = count_carry(others.w, ~key, more_larger);
+  }
+  __syncwarp();
+  const bool is_one = larger + more_larger < static_cast<uint32_t>(wanted);
+  const uint32_t reached = __reduce_min_sync(kAllLanes, is_one ? key : ~0u);
+  const int32_t reaching = __popc(__ballot_sync(kAllLanes, key >= reached));
+  return {reached, reached + (reaching > wanted)};
+}
+
 // By halving, of kEach keys a lane, of which `reaching` reach `reached`, as many as wanted or more.
 // Ends where as many as wanted are found, or `close` before the exact place.
 template <int kEach>

@@ -16,10 +16,11 @@
 // Method    bounds as ordered integers (topk_row.cuh), lane l holds block 32 i + l:
 //   bound   the c-th largest of the lanes' best, less twice their errors: a first L
 //   compact what reaches it, by id, into a list of kRowEntries; bounds of the list are read again
-//   cut     between the c-th largest U of the list and the rest, found by halving
+//   cut     between the c-th largest U of the list and the rest, found by counting what is larger
+//           (of more than 32 by halving)
 //   search  where they are too many, an L by the c-th largest U, found bit by bit; then again. A
 //           row with too many even so is wide: all that reach L are scored.
-// Shared    list, of each row [kRowEntries] of block: 512 bytes.
+// Shared    of each row a list [kRowEntries] of blocks, and 32 keys: 1,024 bytes.
 // Registers kValues keys a lane; kValues = 0: rows of any length, bounds read anew each pass.
 // Order     lists fill in any order, of which no result depends: a list is a set of rows.
 // Limits    c <= 32.
@@ -41,6 +42,12 @@ __device__ __forceinline__ float score_of_key(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
+// Of a row, in shared memory.
+struct alignas(16) CandidateScratch {
+  uint32_t words[32];          // keys that are counted
+  uint16_t list[kRowEntries];  // blocks
+};
+
 template <int kValues>
 struct CandidateFinder {
   static constexpr bool kResident = kValues > 0;
@@ -49,7 +56,7 @@ struct CandidateFinder {
   int32_t row, first_entry;  // of the request in the table
   int32_t request;
   const RowBlocks& blocks;
-  uint16_t* list;  // kRowEntries blocks
+  CandidateScratch& scratch;
   int lane;
   const uint32_t* source;  // bounds of the row
   float4 row_factors;
@@ -57,8 +64,13 @@ struct CandidateFinder {
   uint32_t keys[kResident ? kValues : 1];
 
   __device__ __forceinline__ CandidateFinder(const BoundedRows& work, int32_t row, int32_t request,
-                                             const RowBlocks& blocks, uint16_t* list)
-      : work(work), row(row), request(request), blocks(blocks), list(list), lane(threadIdx.x % 32) {
+                                             const RowBlocks& blocks, CandidateScratch& scratch)
+      : work(work),
+        row(row),
+        request(request),
+        blocks(blocks),
+        scratch(scratch),
+        lane(threadIdx.x % 32) {
     first_entry = request * static_cast<int32_t>(work.batch.max_pages);
     source = work.bounds + row * work.row_blocks;
     row_factors = work.row_factors[static_cast<int32_t>(work.first_token) * work.num_heads + row];
@@ -115,10 +127,9 @@ struct CandidateFinder {
     });
     uint32_t best = packed & ~(kMostSteps - 1);  // 0: none, or NaN alone
     if (best > 0) best = lower_key(best, error_of(first + 32 * (packed % kMostSteps)));
-    const uint32_t smallest = max(__reduce_min_sync(kAllLanes, best), 1u);
-    const int32_t reaching = __popc(__ballot_sync(kAllLanes, best >= smallest));
+    const int32_t reaching = __popc(__ballot_sync(kAllLanes, best > 0));
     if (reaching < capacity) return min(reaching, 1);
-    return cut_keys<1>({best}, smallest, reaching, capacity, kClose).reached;
+    return cut_keys(best, capacity, scratch.words).reached;
   }
 
   // The same by the blocks with the `capacity` largest bounds.
@@ -158,7 +169,7 @@ struct CandidateFinder {
       const int32_t first_block = blocks.init_end + 32 * (begin + lane);
 #pragma unroll 1
       while (word != 0 && place < kRowEntries) {
-        list[place++] = static_cast<uint16_t>(first_block + __ffs(word) - 1);
+        scratch.list[place++] = static_cast<uint16_t>(first_block + __ffs(word) - 1);
         word &= word - 1;
       }
     }
@@ -208,13 +219,15 @@ struct CandidateFinder {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int place = lane + 32 * i;
-      block[i] = place < listed ? list[place] : 0;
+      block[i] = place < listed ? scratch.list[place] : 0;
       key[i] = place < listed ? source[block[i]] : 0;
       error[i] = key[i] > 1 ? error_of(block[i]) : 0.0f;
       low[i] = lower_key(key[i], error[i]);
     }
     // Near enough will do: a cut that is not the best makes candidates, not errors.
-    const KeyCut found = cut_keys(key, least, listed, blocks.capacity, kClose);
+    const KeyCut found = kEach == 1
+                             ? cut_keys(key[0], blocks.capacity, scratch.words)
+                             : cut_keys(key, least, listed, blocks.capacity, kClose);
     // A lower bound of the c-th largest score, and the largest U of all entries but at most c.
     uint32_t cut = ~0u, largest_left = 0;
 #pragma unroll
@@ -274,9 +287,9 @@ struct CandidateFinder {
 };
 
 template <int kValues>
-__global__ void __launch_bounds__(kRowsPerCta * 32, kValues == 16 ? 8 : 6)
+__global__ void __launch_bounds__(kRowsPerCta * 32, kValues == 16 ? 10 : 6)
     msa_find_candidates_sm90_kernel(const __grid_constant__ BoundedRows work) {
-  __shared__ uint16_t lists[kRowsPerCta][kRowEntries];
+  __shared__ CandidateScratch scratch[kRowsPerCta];
   const int warp = threadIdx.x / 32;
   const auto row = static_cast<int32_t>(blockIdx.x * kRowsPerCta + warp);
   if (row >= num_rows(work)) return;
@@ -290,7 +303,7 @@ __global__ void __launch_bounds__(kRowsPerCta * 32, kValues == 16 ? 8 : 6)
     if (threadIdx.x % 32 == 0) work.row_words[row] = blocks.visible * 256;
     return;
   }
-  const CandidateFinder<kValues> finder(work, row, word.x, blocks, lists[warp]);
+  const CandidateFinder<kValues> finder(work, row, word.x, blocks, scratch[warp]);
   finder.find();
 }
 

@@ -4,8 +4,8 @@
 // Bound by latency: a warp a row reads its list and the exact scores of it, all at once.
 //
 // Grid      a warp a row.
-// Method    what is left to select ends at a score that is found by halving, of equal scores with
-//           the lower block. A wide row has no list: the c-th largest of its scores is found bit by
+// Method    what is left to select ends at a score that is found by counting what is larger (of more
+//           than 32 entries by halving), of equal scores with the lower block. A wide row has no list: the c-th largest of its scores is found bit by
 //           bit.
 // Next      sets the counters of the window's lists to zero, for the next window.
 #pragma once
@@ -42,23 +42,23 @@ struct RowSettler {
     place += __popc(taking);
   }
 
-  // kEach entries a lane, and what was written where their exact scores would be.
+  // kEach entries a lane: whether they are sure, and the scores of the others, 0 where there is none.
   template <int kEach>
-  __device__ __forceinline__ void settle_list(int32_t listed, const int32_t (&entries)[2],
-                                              const uint32_t (&exact)[2]) {
-    uint32_t key[kEach];
-    bool sure[kEach], takes[kEach];
-    int32_t left = blocks.capacity, open = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const bool is_there = lane + 32 * i < listed;
-      sure[i] = is_there && (entries[i] & kSureEntry);
-      key[i] = is_there && !sure[i] ? exact[i] : 0;
-      left -= __popc(__ballot_sync(kAllLanes, sure[i]));
-      open += __popc(__ballot_sync(kAllLanes, key[i] > 0));
-    }
+  __device__ __forceinline__ void settle_list(const uint32_t (&entries)[kEach],
+                                              const bool (&sure)[kEach],
+                                              const uint32_t (&key)[kEach], int32_t num_sure,
+                                              int32_t open, uint32_t (&words)[32]) {
+    bool takes[kEach];
     // Sure ones are no more than are selected, and with the open ones no fewer.
-    const uint32_t least = left > 0 ? cut_keys(key, 1u, open, left, 1u).reached : ~0u;
+    const int32_t left = blocks.capacity - num_sure;
+    uint32_t least = ~0u;
+    if (left > 0 && kEach == 1) {
+      least = cut_keys(key[0], left, words).reached;
+    } else if (left > 0) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) least = min(least, key[i] - 1);
+      least = cut_keys(key, __reduce_min_sync(kAllLanes, least) + 1, open, left, 1u).reached;
+    }
     int32_t equal_left = left;  // of those at the cut the first
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -73,7 +73,7 @@ struct RowSettler {
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      append(sure[i] || takes[i], entries[i] & (kSureEntry - 1));
+      append(sure[i] || takes[i], static_cast<int32_t>(entries[i] & (kSureEntry - 1)));
     }
   }
 
@@ -121,38 +121,48 @@ struct RowSettler {
   }
 };
 
-__global__ void __launch_bounds__(kRowsPerCta * 32, 1)
+__global__ void __launch_bounds__(kRowsPerCta * 32, 16)
     msa_settle_rows_sm90_kernel(const __grid_constant__ BoundedRows work) {
-  const auto row = static_cast<int32_t>(blockIdx.x * kRowsPerCta + threadIdx.x / 32);
-  const int lane = threadIdx.x % 32;
+  alignas(16) __shared__ uint32_t words[kRowsPerCta][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const auto row = static_cast<int32_t>(blockIdx.x * kRowsPerCta + warp);
   wait_for_previous_kernel();
   start_next_kernel();
-  const int64_t num_lists = work.batch.num_requests * work.batch.max_pages;
-  for (int64_t list = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; list < num_lists;
-       list += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+  const auto num_lists = static_cast<int32_t>(work.batch.num_requests * work.batch.max_pages);
+#pragma unroll 1
+  for (int32_t list = blockIdx.x * blockDim.x + threadIdx.x; list < num_lists;
+       list += gridDim.x * blockDim.x) {
     work.list_counts[list * kCounterStride] = 0;
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) *work.num_items = 0;
   if (row >= num_rows(work)) return;
 
-  // All loads at once, whatever the row is.
+  // 32 entries are all of most rows. They are loaded, and counted, before it is known what the row
+  // is: what only one branch wants would be loaded there, after the word.
   const int32_t word = work.row_words[row];
-  int32_t entries[2];
-  uint32_t exact[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    entries[i] = work.entries[row * kRowEntries + lane + 32 * i];
-    exact[i] = work.exact[row * kRowEntries + lane + 32 * i];
-  }
-  const RowBlocks blocks(work.rule, word / 256);
+  const int32_t first = row * kRowEntries + lane;
+  const uint32_t entry = work.entries[first];
+  int32_t score = 0;
+  load_if(true, reinterpret_cast<const int32_t*>(work.exact) + first, score);
   const int32_t listed = word % 256;
+  const bool is_there = lane < listed, sure = is_there && (entry & kSureEntry);
+  const uint32_t key = is_there && !sure ? static_cast<uint32_t>(score) : 0;
+  const int32_t num_sure = __popc(__ballot_sync(kAllLanes, sure));
+  const int32_t open = __popc(__ballot_sync(kAllLanes, key > 0));
+  const RowBlocks blocks(work.rule, word / 256);
   RowSettler settler(work, blocks, row);
   if (listed == kWideRow) {
     settler.settle_wide();
   } else if (listed > 32) {
-    settler.settle_list<2>(listed, entries, exact);
+    const uint32_t other = work.entries[first + 32], other_score = work.exact[first + 32];
+    const bool other_is_there = lane + 32 < listed;
+    const bool other_sure = other_is_there && (other & kSureEntry);
+    const uint32_t other_key = other_is_there && !other_sure ? other_score : 0;
+    settler.settle_list<2>({entry, other}, {sure, other_sure}, {key, other_key},
+                           num_sure + __popc(__ballot_sync(kAllLanes, other_sure)),
+                           open + __popc(__ballot_sync(kAllLanes, other_key > 0)), words[warp]);
   } else if (listed > 0) {
-    settler.settle_list<1>(listed, entries, exact);
+    settler.settle_list<1>({entry}, {sure}, {key}, num_sure, open, words[warp]);
   }
   settler.finish();
 }

@@ -16,6 +16,8 @@ void load_if(bool there, const Value* address, Value& value) {
   if (there) value = *address;
 }
 
+inline uint32_t count_carry(uint32_t a, uint32_t b, uint32_t count) { return count + (a > ~b); }
+
 inline int32_t fetch_and_increment(int32_t* counter) {
   const int32_t before = *counter;
   *counter = before == 0x7fffffff ? 0 : before + 1;
