@@ -93,6 +93,15 @@ __device__ __forceinline__ void multiply_rs_float16(const uint32_t (&a)[4], uint
   detail::product_rs<Product>(a, b, sum, add, std::make_index_sequence<64>());
 }
 
+// sum (+)= A B^T for A [64][16] of float16 in registers and B [128][16] with k contiguous in shared
+// memory.
+__device__ __forceinline__ void multiply_rs_float16_rows(const uint32_t (&a)[4], uint64_t b,
+                                                         Accumulator& sum, bool add) {
+  using cute::SM90::GMMA::Major;
+  using Product = cute::SM90::GMMA::MMA_64x128x16_F32F16F16_RS<Major::K, Major::K>;
+  detail::product_rs<Product>(a, b, sum, add, std::make_index_sequence<64>());
+}
+
 // sum (+)= A B^T for A [64][32] of e4m3 in registers and B [128][32] with k contiguous in shared
 // memory. The sums are not float32's: see step1_score/sm90/score_error.cuh.
 __device__ __forceinline__ void multiply_rs_e4m3(const uint32_t (&a)[4], uint64_t b,

@@ -217,6 +217,10 @@ inline void multiply_rs(const uint32_t (&a)[4], uint64_t b, Accumulator& sum, bo
 inline void multiply_rs_float16(const uint32_t (&a)[4], uint64_t b, Accumulator& sum, bool add) {
   detail::start_rs(&detail::run_product<emulation::half_to_float, true, true>, a, b, sum, add);
 }
+inline void multiply_rs_float16_rows(const uint32_t (&a)[4], uint64_t b, Accumulator& sum,
+                                     bool add) {
+  detail::start_rs(&detail::run_product<emulation::half_to_float, true, false>, a, b, sum, add);
+}
 inline void multiply_rs_e4m3(const uint32_t (&a)[4], uint64_t b, Accumulator& sum, bool add) {
   detail::start_rs(&detail::run_e4m3_product, a, b, sum, add);
 }
