@@ -107,7 +107,7 @@ class Emulator:
     ) -> Tensor:
         """FP8 `select_blocks` by bounds, in windows of so many tokens."""
         pages = batch[0].size(1)
-        windows = [window_tokens or index_q.size(0), -(-pages // 8) * 8]
+        windows = [window_tokens or index_q.size(0), -(-pages // 16) * 16]
         return self._select("select_by_bounds", index_q, index_k_cache, batch, windows, **rule)
 
     def select_blocks(self, index_q, index_k_cache, *batch, **rule) -> Tensor:

@@ -15,14 +15,14 @@
 //           producer       16     32         a page a TMA box, and its factors; 17-19 idle
 // Shared    k        8 stages [128 keys][128 d]   131,072   128-byte swizzle
 //           factors  8 stages of a float4             128
-//           bounds   of a warp's last 8 blocks     10,240
+//           bounds   of a warp's last 16 blocks    20,480
 // Barriers  name   arrivals                       who arrives           who waits
 //           full   1 + bytes of page and factors  producer              consumers
 //           empty  16                             each consumer warp    producer
 //           A page that is not there is announced without bytes, and its bounds are -inf.
 // Timeline  consumer: wait page | products, and under them: bound and store of the page before, the
 //           next unit, this page's error | release the page | maxima of columns. The tensor cores
-//           have the products of the other three during the maxima alone. Bounds are stored 8
+//           have the products of the other three during the maxima alone. Bounds are stored 16
 //           blocks at a time: L2 takes a whole sector of a row as it takes a word of it.
 // Next      the launch of the next kernel begins when every CTA is at its last page.
 // Limits    tensor map: strides of the index cache are multiples of 16 bytes.
@@ -41,18 +41,18 @@ constexpr int kBoundThreads = (kBoundConsumers + 1) * 128;
 constexpr int kBoundConsumerRows = kTileRows / kBoundConsumers;
 constexpr int kBoundConsumerRegisters = 112, kBoundProducerRegisters = 32;
 constexpr int kBoundStages = 8;
-constexpr int kBoundGroup = 8;   // blocks that are stored together: a sector of L2
-constexpr int kBoundPitch = 20;  // words between blocks of 16 rows: both parts meet other banks
+constexpr int kBoundGroup = 16;  // blocks that are stored together: a sector of L2
+constexpr int kBoundPitch = 18;  // words between blocks of 16 rows: both parts meet other banks
 static_assert((kBoundConsumers * kBoundConsumerRegisters + kBoundProducerRegisters) * 128 <=
                   96 * kBoundThreads,
               "setmaxnreg hands out what the CTA holds at launch");
 
 struct BoundWork {
   ScoreWork scores;  // their bounds go elsewhere; all heads in one launch
-  // [rows][row_blocks], which is a multiple of kBoundGroup: as ordered integers
-  // (step2_select/sm80/topk_row.cuh); a row is (token - first_token) * num_heads + head. Blocks
-  // past a row's own, as far as its tile has them, are written too.
-  uint32_t* bounds;
+  // [rows][row_blocks], which is a multiple of kBoundGroup: codes (score_error.cuh); a row is
+  // (token - first_token) * num_heads + head. Blocks past a row's own, as far as its tile has them,
+  // are written too.
+  uint16_t* bounds;
   int64_t row_blocks;
   const float4* row_factors;    // [T * Hi]
   const float4* block_factors;  // [B * max_pages]
@@ -117,7 +117,7 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
   const int first_row = consumer * kBoundConsumerRows + warp * 16 + lane / 4;  // and 8 below it
   // The row that the reduction below leaves in this lane, and in the lane two further: one of them
   // stores the first half of its blocks, the other the second.
-  const int row_of_warp = lane / 4 + (lane & 1 ? 8 : 0), part = (lane & 2) * 2;
+  const int row_of_warp = lane / 4 + (lane & 1 ? 8 : 0), part = lane & 2 ? kBoundGroup / 2 : 0;
   const int row = consumer * kBoundConsumerRows + warp * 16 + row_of_warp;
   // Through a shuffle, so that the compiler does not find it anew before every store.
   const uint32_t row_bounds = __shfl_sync(
@@ -133,7 +133,7 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
   };
   uint32_t queries[kSteps][4];
   float4 row_factors{};
-  uint32_t* target = nullptr;
+  uint16_t* target = nullptr;
   bool is_there = false;     // the row
   int32_t first_block = 0;   // of the tile, in this piece
   int32_t consumer_end = 0;  // the first block that no row wants
@@ -151,16 +151,23 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
     store_shared_4(row_bounds + place * kPitchBytes, bound);  // two lanes the same
     if (place < kBoundGroup - 1 && !is_last) return;
     __syncwarp();
-    uint32_t words[4];
+    uint32_t codes[kBoundGroup / 2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = load_shared_4(row_bounds + (part + i) * kPitchBytes);
+    for (int i = 0; i < kBoundGroup / 2; ++i) {
+      codes[i] = code_above(load_shared_4(row_bounds + (part + i) * kPitchBytes));
+    }
     const int32_t begin = block - place + part;
     if (is_there && place == kBoundGroup - 1 && first_block <= block - place) {
-      *reinterpret_cast<uint4*>(target + begin) = {words[0], words[1], words[2], words[3]};
+      *reinterpret_cast<uint4*>(target + begin) = {codes[0] | codes[1] << 16,
+                                                   codes[2] | codes[3] << 16,
+                                                   codes[4] | codes[5] << 16,
+                                                   codes[6] | codes[7] << 16};
     } else if (is_there) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (begin + i >= first_block && begin + i <= block) target[begin + i] = words[i];
+      for (int i = 0; i < kBoundGroup / 2; ++i) {
+        if (begin + i >= first_block && begin + i <= block) {
+          target[begin + i] = static_cast<uint16_t>(codes[i]);
+        }
       }
     }
     __syncwarp();

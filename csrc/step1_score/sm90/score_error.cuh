@@ -56,4 +56,26 @@ __device__ __forceinline__ float lower_bound(float upper, float error) {
   return fmaf(fabsf(upper) + error, -2.01f * kErrorScale, fmaf(error, -2.0f, upper));
 }
 
+// Bounds are kept in 16 bits, rounded up: of their ordered integers (topk_row.cuh) the upper 18,
+// without those between -2^-20 and 2^-20 but 0, and without those of numbers that no score is
+// (9 bits behind the leading one are left). 0: none, 1: NaN, 2: -inf.
+constexpr int32_t kCodeBits = 14, kCodeZero = 0x8000, kCodeGap = (107 << 9) - 1;
+constexpr uint32_t kMinusInfinity = 0x007fffff;  // score_key() of it
+
+// The least code that stands for no less than the key.
+__device__ __forceinline__ uint32_t code_above(uint32_t key) {
+  const int32_t steps = static_cast<int32_t>((key + ((1u << kCodeBits) - 1)) >> kCodeBits) -
+                        (1 << (31 - kCodeBits));
+  const int32_t code = steps > 0 ? max(steps - kCodeGap, 1) : min(steps + kCodeGap, 0);
+  return key <= 1 ? key : static_cast<uint32_t>(max(code + kCodeZero, 2));
+}
+
+// What it stands for, as a key.
+__device__ __forceinline__ uint32_t key_of_code(uint32_t code) {
+  const int32_t steps = static_cast<int32_t>(code) - kCodeZero;
+  const int32_t gap = steps > 0 ? kCodeGap : steps < 0 ? -kCodeGap : 0;
+  const uint32_t key = static_cast<uint32_t>(steps + gap + (1 << (31 - kCodeBits))) << kCodeBits;
+  return code > 2 ? key : code == 2 ? kMinusInfinity : code;
+}
+
 }  // namespace msa::index_score::sm90

@@ -34,8 +34,8 @@ struct alignas(16) RescoreItem {
   int32_t block_chunk;  // the block, and above kMostBlocks which kItemRows of the list
 };
 
-// Rows of a window of query tokens: row = (token - first_token) * num_heads + head. Scores and
-// their bounds are ordered integers (topk_row.cuh).
+// Rows of a window of query tokens: row = (token - first_token) * num_heads + head. Scores are
+// ordered integers (topk_row.cuh), their bounds codes of such (score_error.cuh).
 struct BoundedRows {
   RowsView index_q;
   PagedView index_k_cache;
@@ -46,7 +46,8 @@ struct BoundedRows {
   int32_t num_heads;
   uint32_t inverse_heads;       // ceil(2^31 / num_heads)
   int64_t row_blocks;           // bounds of a row
-  uint32_t* bounds;             // [rows][row_blocks]; of candidates of wide rows exact scores
+  uint16_t* bounds;             // [rows][row_blocks]
+  uint32_t* wide_scores;        // [rows][row_blocks]: of wide rows bounds and exact scores
   const int2* token_words;      // [T]: request, visible blocks
   const float4* row_factors;    // [T * Hi]
   const float4* block_factors;  // [B * max_pages]

@@ -51,7 +51,8 @@ Parts lay_out(const SelectBlocksParams& params, int64_t window_tokens, int64_t r
   Parts parts{};
   BoundedRows& rows = parts.rows;
   rows.row_blocks = row_blocks;
-  rows.bounds = workspace.take<uint32_t>(num_rows * row_blocks);
+  rows.bounds = workspace.take<uint16_t>(num_rows * row_blocks);
+  rows.wide_scores = workspace.take<uint32_t>(num_rows * row_blocks);
   rows.lists = workspace.take<int32_t>(num_rows * row_blocks);
   rows.items = workspace.take<RescoreItem>(num_rows * row_blocks / kItemRows + entries);
   rows.entries = workspace.take<uint16_t>(num_rows * kRowEntries);

@@ -11,7 +11,7 @@ namespace msa::select_blocks::sm90 {
 bool bounds_pay(const SelectBlocksParams& params, int64_t used_blocks);
 
 // Scratch memory of windows of `window_tokens` query tokens, `row_blocks` scores a row: a multiple
-// of 8 that the table's width fits in, as bounds are stored 8 at a time.
+// of 16 that the table's width fits in, as bounds are stored 16 at a time.
 int64_t bounded_workspace_bytes(const SelectBlocksParams& params, int64_t window_tokens,
                                 int64_t row_blocks);
 

@@ -13,7 +13,7 @@
 // Bound by reading the bounds, and by its instructions.
 //
 // Grid      a warp a row.
-// Method    bounds as ordered integers (topk_row.cuh), lane l holds block 32 i + l:
+// Method    bounds as codes (score_error.cuh), lane l holds block 32 i + l:
 //   bound   the c-th largest of the lanes' best, less twice their errors: a first L
 //   compact what reaches it, by id, into a list of kRowEntries; bounds of the list are read again
 //   cut     between the c-th largest U of the list and the rest, found by counting what is larger
@@ -32,10 +32,11 @@
 namespace msa::select_blocks::sm90 {
 
 using index_score::sm90::lower_bound;
+using index_score::sm90::code_above;
+using index_score::sm90::key_of_code;
 using index_score::sm90::score_error;
 
 constexpr uint32_t kClose = 1024;  // keys: 2^-13 of a score
-constexpr uint32_t kMostSteps = kMostBlocks / 32;
 
 // The score that a key stands for; NaN where none does.
 __device__ __forceinline__ float score_of_key(uint32_t key) {
@@ -58,7 +59,7 @@ struct CandidateFinder {
   const RowBlocks& blocks;
   CandidateScratch& scratch;
   int lane;
-  const uint32_t* source;  // bounds of the row
+  const uint16_t* source;  // bounds of the row
   float4 row_factors;
   int32_t first, end, steps;  // this lane's blocks: first, first + 32, ... below end
   uint32_t keys[kResident ? kValues : 1];
@@ -85,7 +86,7 @@ struct CandidateFinder {
     }
   }
 
-  // visit(key, i) for the lane's blocks of steps begin + i, i < count, in whole warps; key 0 where
+  // visit(code, i) for the lane's blocks of steps begin + i, i < count, in whole warps; code 0 where
   // there is none.
   template <typename Visit>
   __device__ __forceinline__ void for_steps(int32_t begin, int32_t count,
@@ -113,20 +114,27 @@ struct CandidateFinder {
     return score_error(row_factors, work.block_factors[first_entry + block]);
   }
 
-  __device__ __forceinline__ uint32_t lower_key(uint32_t key, float error) const {
-    return key > 1 ? score_key(lower_bound(score_of_key(key), error)) : key;
+  // Below the exact score of a block of this code: its bound is above the code before. A bound that
+  // has no error is exact.
+  __device__ __forceinline__ uint32_t lower_key(uint32_t code, float error) const {
+    return code > 2 && error > 0.0f
+               ? score_key(lower_bound(score_of_key(key_of_code(code - 1)), error))
+               : key_of_code(code);
   }
 
   // Of the lanes' best the `capacity`-th largest lower bound: a lower bound of that of the row. 1
   // where lanes are too few for it, 0 where the row has no score but NaN.
   __device__ __forceinline__ uint32_t first_bound(int32_t capacity) const {
-    // With the step in its lowest bits: 2^-14 of a score less at most, which is a lower bound too.
-    uint32_t packed = 0;
-    for_steps(0, steps, [&](uint32_t key, int i) {
-      packed = max(packed, (key & ~(kMostSteps - 1)) | static_cast<uint32_t>(i));
+    uint32_t packed = 0;  // with its step in the lower half
+    for_steps(0, steps, [&](uint32_t code, int i) {
+      packed = max(packed, code << 16 | static_cast<uint32_t>(i));
     });
-    uint32_t best = packed & ~(kMostSteps - 1);  // 0: none, or NaN alone
-    if (best > 0) best = lower_key(best, error_of(first + 32 * (packed % kMostSteps)));
+    uint32_t best = packed >> 16;
+    if (best <= 1) {  // none, or NaN alone
+      best = 0;
+    } else {
+      best = lower_key(best, error_of(first + 32 * static_cast<int32_t>(packed & 0xffff)));
+    }
     const int32_t reaching = __popc(__ballot_sync(kAllLanes, best > 0));
     if (reaching < capacity) return min(reaching, 1);
     return cut_keys(best, capacity, scratch.words).reached;
@@ -134,19 +142,19 @@ struct CandidateFinder {
 
   // The same by the blocks with the `capacity` largest bounds.
   __device__ __forceinline__ uint32_t better_bound(int32_t capacity) const {
-    uint32_t least = 0;  // the largest key that `capacity` keys reach
+    uint32_t least = 0;  // the largest code that `capacity` blocks reach
 #pragma unroll 1
-    for (uint32_t bit = 1u << 31; bit > 0; bit >>= 1) {
+    for (uint32_t bit = 1u << 15; bit > 0; bit >>= 1) {
       int32_t reaching = 0;
-      for_steps(0, steps, [&](uint32_t key, int) { reaching += key >= (least | bit); });
+      for_steps(0, steps, [&](uint32_t code, int) { reaching += code >= (least | bit); });
       if (__reduce_add_sync(kAllLanes, reaching) >= capacity) least |= bit;
     }
     least = max(least, 1u);
     uint32_t bound = ~0u;
 #pragma unroll 1
     for (int32_t block = first; block < end; block += 32) {
-      const uint32_t key = source[block];
-      if (key >= least) bound = min(bound, lower_key(key, error_of(block)));
+      const uint32_t code = source[block];
+      if (code >= least) bound = min(bound, lower_key(code, error_of(block)));
     }
     return max(__reduce_min_sync(kAllLanes, bound), 1u);
   }
@@ -155,12 +163,13 @@ struct CandidateFinder {
   // Lane i takes those of step i, up to 32 steps at a time: most lanes have one or none, where a
   // place for each block of each lane would be sought.
   __device__ __forceinline__ int32_t compact(uint32_t least) const {
+    const uint32_t least_code = code_above(least);
     int32_t listed = 0;
 #pragma unroll 1
     for (int32_t begin = 0; begin < (kResident ? 1 : steps); begin += 32) {
       unsigned word = 0;
-      for_steps(begin, min(steps - begin, 32), [&](uint32_t key, int i) {
-        const unsigned reaching = __ballot_sync(kAllLanes, key >= least);
+      for_steps(begin, min(steps - begin, 32), [&](uint32_t code, int i) {
+        const unsigned reaching = __ballot_sync(kAllLanes, code >= least_code);
         if (lane == i) word = reaching;
       });
       const int32_t end_place = listed + sum_up_to_lane(__popc(word));
@@ -199,10 +208,13 @@ struct CandidateFinder {
   // A wide row: every block that reaches `least` is scored again, but those whose bound is exact.
   __device__ __forceinline__ void join_all(const RequestLists& lists, uint32_t least) const {
     leave_word(kWideRow);
+    uint32_t* const scores = work.wide_scores + row * work.row_blocks;
+    const uint32_t least_code = code_above(least);
 #pragma unroll 1
     for (int32_t block = first; block < end; block += 32) {
-      const uint32_t key = source[block];
-      if (key >= least && key > 1 && error_of(block) > 0.0f) {
+      const uint32_t code = source[block];
+      scores[block] = key_of_code(code);
+      if (code >= least_code && code > 1 && error_of(block) > 0.0f) {
         join(lists, block, 1u << (31 - kLogMostRows));
       }
     }
@@ -220,9 +232,10 @@ struct CandidateFinder {
     for (int i = 0; i < kEach; ++i) {
       const int place = lane + 32 * i;
       block[i] = place < listed ? scratch.list[place] : 0;
-      key[i] = place < listed ? source[block[i]] : 0;
-      error[i] = key[i] > 1 ? error_of(block[i]) : 0.0f;
-      low[i] = lower_key(key[i], error[i]);
+      const uint32_t code = place < listed ? source[block[i]] : 0;
+      error[i] = code > 1 ? error_of(block[i]) : 0.0f;
+      key[i] = key_of_code(code);
+      low[i] = lower_key(code, error[i]);
     }
     // Near enough will do: a cut that is not the best makes candidates, not errors.
     const KeyCut found = kEach == 1

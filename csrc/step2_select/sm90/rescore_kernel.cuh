@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kRescoreThreads, 2)
         const int64_t number = place & ((1u << kLogMostRows) - 1);
         if (place >> 31) {
           const int32_t block = work.items[i].block_chunk % kMostBlocks;
-          work.bounds[number * work.row_blocks + block] = score_key(score);
+          work.wide_scores[number * work.row_blocks + block] = score_key(score);
         } else {
           work.exact[number * kRowEntries + (place >> kLogMostRows)] = score_key(score);
         }

@@ -28,7 +28,7 @@ struct RowSettler {
     const int32_t token_of_window = token_of_row(work, row);
     const int64_t token = work.first_token + token_of_window;
     const int64_t head = row - token_of_window * work.num_heads;
-    scores = work.bounds + row * work.row_blocks;
+    scores = work.wide_scores + row * work.row_blocks;
     target = static_cast<int32_t*>(work.ids.data) + head * work.ids.head_stride +
              token * work.ids.token_stride;
   }
