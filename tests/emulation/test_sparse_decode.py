@@ -24,6 +24,7 @@ CACHES = [torch.bfloat16, FP8]
 WALK, MERGE = "msa_decode_sm80_kernel", "msa_decode_merge_sm80_kernel"
 CLUSTER, PAIR = "msa_decode_cluster_sm90_kernel", "msa_decode_pair_sm90_kernel"
 TILE, STREAM = "msa_decode_tile_sm90_kernel", "msa_decode_stream_sm90_kernel"
+CLUSTER_PAIR = "msa_decode_cluster_pair_sm90_kernel"
 
 FEW = [(1, 9 * BLOCK + 70), (4, 300), (0, 500), (1, 7), (2, 1)]
 """tokens of requests; with padding 11, two a request"""
@@ -54,6 +55,8 @@ WAYS = {
     "one_cta": Way(FEW, 6, 2, 22, both((CLUSTER, 256, 1))),
     "walk": Way(FEW, 6, 2, 3, both((WALK, 128, 0), (MERGE, 128, 0))),
     "one_split": Way(FEW, 6, 6, 3, {torch.bfloat16: [(WALK, 128, 0)], FP8: [(STREAM, 128, 0)]}),
+    "cluster_pairs": Way(DRAFTS, 6, 2, 132, {torch.bfloat16: [(CLUSTER_PAIR, 384, 6)]}),
+    "few_splits": Way(DRAFTS, 6, 2, 50, {torch.bfloat16: [(CLUSTER_PAIR, 384, 2)]}),
     "pairs": Way(DRAFTS, 4, 12, 132, {torch.bfloat16: [(PAIR, 256, 0)], FP8: [(PAIR, 128, 0)]}),
     "many_pairs": Way(DRAFTS, 4, 13, 132, both((PAIR, 128, 0))),
     "tiles": Way(MORE_DRAFTS, 4, 30, 132, {torch.bfloat16: [(TILE, 384, 0)]}),
@@ -209,4 +212,22 @@ def test_walk_alone(library):
     emulator = Emulator(library, seed=1)
     out, lse = emulator.sparse_decode(*case.attend_args, **case.scales)
     assert emulator.launched == [(WALK, 128, 0)]
+    assert_attention(case, out, lse)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", ["random", "shared", "same", "disjoint", "duplicates"])
+def test_unions(library, kind, seed):
+    """Of two tokens with 16 entries each, all, some or none of them common; and of the last token
+    of a request and the first of the next."""
+    lengths = [(5, 40 * BLOCK + 2), (3, 20 * BLOCK + 1)]
+    drawn = "random" if kind in ("shared", "duplicates") else kind
+    case = make_case(lengths, hq=64, hkv=4, dtype=torch.bfloat16, selection=drawn, padding_rows=1)
+    if kind in ("shared", "duplicates"):
+        case = case.with_(ids=shared_selection(case, 0.7))
+    if kind == "duplicates":
+        case = case.with_(ids=with_duplicates(case.ids))
+    emulator = Emulator(library, seed, sms=132)
+    out, lse = emulator.sparse_decode(*case.attend_args)
+    assert emulator.launched == [(CLUSTER_PAIR, 384, 6)]
     assert_attention(case, out, lse)
