@@ -93,6 +93,10 @@ struct ClusterCut {
 ClusterCut decode_cluster_cut(const DecodeParams& params, int64_t blocks,
                               const ExecContext& context);
 void run_decode_cluster(const DecodeParams& params, const ExecContext& context, bool sparse);
+// sm90/, sparse_decode over bfloat16 caches, draft tokens of few requests: two neighbouring tokens
+// a cluster. In how many parts a pair is cut, 0 where this does not pay.
+int32_t decode_cluster_pair_splits(const DecodeParams& params, const ExecContext& context);
+void run_decode_cluster_pairs(const DecodeParams& params, const ExecContext& context);
 // sm90/: a CTA a unit, where that fills the machine; caches that fits_tensor_maps().
 void run_decode_stream(const DecodeParams& params, const ExecContext& context, bool sparse);
 // sm90/, sparse_decode: two neighbouring tokens a CTA, the blocks that they share read once.

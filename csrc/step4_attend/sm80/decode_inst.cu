@@ -10,7 +10,7 @@ namespace {
 
 namespace sm80 = decode::sm80;
 
-enum class Way { kPortable, kCluster, kStream, kPairs, kTiles };
+enum class Way { kPortable, kCluster, kClusterPairs, kStream, kPairs, kTiles };
 
 // A call, cut; by its shapes and the device alone.
 struct Plan {
@@ -41,6 +41,12 @@ Plan plan_call(const AttendParams& attend, const IdsView& ids, int64_t blocks, b
     if (params.tile_tokens > 0) return {params, Way::kTiles};
   }
   if (sparse && takes_pairs(params)) return {params, Way::kPairs};
+  if (sparse && attend.k_cache.dtype == DType::kBFloat16) {
+    if (const int32_t splits = decode_cluster_pair_splits(params, context)) {
+      params.splits = splits;
+      return {params, Way::kClusterPairs};
+    }
+  }
   const ClusterCut cut = decode_cluster_cut(params, blocks, context);
   if (cut.splits == 0) {
     const bool streams = params.splits == 1 && fits_tensor_maps(attend);
@@ -77,6 +83,7 @@ void run(const Plan& plan, const ExecContext& context) {
   const bool fp8 = cache == DType::kFloat8E4M3;
   require_built(context.op, q, cache);
   if (plan.way == Way::kCluster) return run_decode_cluster(plan.params, context, kSparse);
+  if (plan.way == Way::kClusterPairs) return run_decode_cluster_pairs(plan.params, context);
   if (plan.way == Way::kStream) return run_decode_stream(plan.params, context, kSparse);
   if (plan.way == Way::kPairs) return run_decode_pairs(plan.params, context);
   if (plan.way == Way::kTiles) return run_decode_tiles(plan.params, context);

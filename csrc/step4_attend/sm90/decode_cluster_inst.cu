@@ -1,6 +1,6 @@
-// Host side of the cluster kernel: in how many parts a unit is cut, which the driver has a say in.
+// Host side of the cluster kernels: in how many parts a unit is cut, which the driver has a say in.
 #include "device/persistent_grid.cuh"
-#include "step4_attend/sm90/decode_cluster_kernel.cuh"
+#include "step4_attend/sm90/decode_cluster_pair_kernel.cuh"
 
 namespace msa {
 namespace {
@@ -69,6 +69,12 @@ int64_t resident_clusters(int64_t splits, const ExecContext& context) {
   return count;
 }
 
+// A call for a kernel whose units have `unit_rows` rows: which of them a CTA merges.
+sm90::ClusterParams cluster_params(const DecodeParams& params, int64_t unit_rows) {
+  const auto rows = static_cast<int32_t>((unit_rows + params.splits - 1) / params.splits);
+  return {params, rows, (65536 + rows - 1) / rows};
+}
+
 template <typename Element, bool kSparse, int kWarps>
 void launch(const DecodeParams& params, const ExecContext& context) {
   constexpr auto kernel = sm90::msa_decode_cluster_sm90_kernel<Element, kSparse, kWarps>;
@@ -79,10 +85,8 @@ void launch(const DecodeParams& params, const ExecContext& context) {
       dim3(static_cast<unsigned>(params.splits), static_cast<unsigned>(batch.num_tokens),
            static_cast<unsigned>(params.attend.num_kv_heads)),
       kWarps * 32, kSharedBytes<kWarps>, context);
-  const auto rows =
-      static_cast<int32_t>((params.attend.group_size + params.splits - 1) / params.splits);
-  const sm90::ClusterParams kernel_params{params, rows, (65536 + rows - 1) / rows};
-  check_cuda(context.op, cudaLaunchKernelEx(&launch.config, kernel, kernel_params),
+  check_cuda(context.op,
+             cudaLaunchKernelEx(&launch.config, kernel, cluster_params(params, params.attend.group_size)),
              "launching msa_decode_cluster_sm90_kernel");
 }
 
@@ -131,6 +135,36 @@ ClusterCut decode_cluster_cut(const DecodeParams& params, int64_t blocks,
     return {static_cast<int32_t>(splits_of_two), true};
   }
   return {static_cast<int32_t>(best), false};
+}
+
+int32_t decode_cluster_pair_splits(const DecodeParams& params, const ExecContext& context) {
+  constexpr int64_t kManyTokens = 4;  // of a request; with fewer, pairs too often span two
+  constexpr int64_t kFewUnits = 16;   // clusters of single tokens are as large then
+  const AttendParams& attend = params.attend;
+  if (params.tokens_each < kManyTokens || params.ids.topk > decode::sm90::kMaxPairTopk ||
+      params.num_units <= kFewUnits) {
+    return 0;
+  }
+  const int64_t pairs = (attend.batch.num_tokens + 1) / 2 * attend.num_kv_heads;
+  int32_t splits = decode::sm90::kMaxPairSplits;
+  while (splits > 1 && pairs > resident_clusters<kWarpsAlone>(splits, context)) --splits;
+  return splits > 1 ? splits : 0;
+}
+
+void run_decode_cluster_pairs(const DecodeParams& params, const ExecContext& context) {
+  constexpr auto kernel = decode::sm90::msa_decode_cluster_pair_sm90_kernel;
+  constexpr int kPairSharedBytes = sizeof(decode::sm90::PairClusterStorage);
+  const AttendParams& attend = params.attend;
+  allow_large_clusters<kernel>(context, kPairSharedBytes);
+  const ClusterLaunch launch(params.splits,
+                             dim3(static_cast<unsigned>(params.splits),
+                                  static_cast<unsigned>((attend.batch.num_tokens + 1) / 2),
+                                  static_cast<unsigned>(attend.num_kv_heads)),
+                             kWarpsAlone * 32, kPairSharedBytes, context);
+  check_cuda(
+      context.op,
+      cudaLaunchKernelEx(&launch.config, kernel, cluster_params(params, 2 * attend.group_size)),
+      "launching msa_decode_cluster_pair_sm90_kernel");
 }
 
 void run_decode_cluster(const DecodeParams& params, const ExecContext& context, bool sparse) {

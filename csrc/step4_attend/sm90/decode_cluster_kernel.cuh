@@ -67,20 +67,23 @@ struct ClusterStorage {
 static_assert(sizeof(ClusterStorage<8>) <= 227 * 1024, "shared memory of one CTA");
 static_assert(2 * (sizeof(ClusterStorage<4>) + 1024) <= 228 * 1024, "two CTAs an SM");
 
-// Has q, and the table's row of the request that the token is probably of, a part by each CTA of
-// the row's, come to L2 while position and ids are on their way.
+// Has q, of one token or two, and the table's row of the request that they are probably of, a part
+// by each CTA of the row's, come to L2 while position and ids are on their way.
 __device__ __forceinline__ void prefetch_inputs(const DecodeParams& params,
                                                 const PositionGuess& guess, int64_t head,
-                                                int32_t token, int32_t split) {
+                                                int32_t token, int32_t split, int tokens = 1) {
   constexpr int kLine = 128;
   constexpr int32_t kEntries = kLine / sizeof(int32_t), kLinesOfHead = kHeadDim * 2 / kLine;
   const AttendParams& attend = params.attend;
   const BatchView& batch = attend.batch;
   const auto thread = static_cast<int32_t>(threadIdx.x);
-  if (thread < kLinesOfHead * attend.group_size) {
-    const int64_t q_head = head * attend.group_size + thread / kLinesOfHead;
-    prefetch_to_l2(static_cast<const char*>(attend.q.data) + thread % kLinesOfHead * kLine +
-                   2 * (token * attend.q.token_stride + q_head * attend.q.head_stride));
+  const auto lines = static_cast<int32_t>(kLinesOfHead * attend.group_size);  // of a token
+  if (thread < lines * tokens) {
+    const int32_t line = thread < lines ? thread : thread - lines;
+    const int64_t q_token = token + (thread < lines ? 0 : 1);
+    const int64_t q_head = head * attend.group_size + line / kLinesOfHead;
+    prefetch_to_l2(static_cast<const char*>(attend.q.data) + line % kLinesOfHead * kLine +
+                   2 * (q_token * attend.q.token_stride + q_head * attend.q.head_stride));
   }
   if (batch.table_col_stride != 1 || guess.request < 0) return;
   const auto ctas = static_cast<int32_t>(attend.num_kv_heads) * params.splits;
