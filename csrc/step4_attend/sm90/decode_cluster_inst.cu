@@ -154,13 +154,14 @@ int32_t decode_cluster_pair_splits(const DecodeParams& params, const ExecContext
 void run_decode_cluster_pairs(const DecodeParams& params, const ExecContext& context) {
   constexpr auto kernel = decode::sm90::msa_decode_cluster_pair_sm90_kernel;
   constexpr int kPairSharedBytes = sizeof(decode::sm90::PairClusterStorage);
+  constexpr int kPairThreads = decode::sm90::PairClusterStorage::kThreads;
   const AttendParams& attend = params.attend;
   allow_large_clusters<kernel>(context, kPairSharedBytes);
   const ClusterLaunch launch(params.splits,
                              dim3(static_cast<unsigned>(params.splits),
                                   static_cast<unsigned>((attend.batch.num_tokens + 1) / 2),
                                   static_cast<unsigned>(attend.num_kv_heads)),
-                             kWarpsAlone * 32, kPairSharedBytes, context);
+                             kPairThreads, kPairSharedBytes, context);
   check_cuda(
       context.op,
       cudaLaunchKernelEx(&launch.config, kernel, cluster_params(params, 2 * attend.group_size)),

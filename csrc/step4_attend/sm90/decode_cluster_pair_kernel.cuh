@@ -11,19 +11,19 @@
 //           i of the union. Entries are one block where request and id are; the n-th entry of one
 //           id of one token goes with the n-th of the other. Found while the pages are on their
 //           way.
-// Roles     8 warps: 4 rings of slices, each with a warp a token. Slice i of the union belongs to
-//           CTA i % splits, there to ring i / splits % 4. Of a slice one of its ring's warps brings
+// Roles     12 warps: 6 rings of slices, each with a warp a token. Slice i of the union belongs to
+//           CTA i % splits, there to ring i / splits % 6. Of a slice one of its ring's warps brings
 //           K, the other one V; each computes S, P and O of its token if that selected the block.
 // Registers q as 16 rows (G heads, the last one repeated) and o of 16 x 128, of the warp's token; a
 //           block of the union a lane.
-// Shared    ring     4 x 6 stages x (K 4096, V 4096)                  196,608
+// Shared    ring     6 x 4 stages x (K 4096, V 4096)                  196,608
 //           o        [warp][row][136] floats, over each ring's own stages
-//           state    [warp][row] (m, l)                                 1,024
+//           state    [warp][row] (m, l)                                 1,536
 //           inbox    [split][row of this CTA][D] floats                20,480
 //           inbox_state  the same of (m, l). Row r of a pair is head r % G of token r / G; CTA s
 //                    merges the R rows from s * R on, R = ceil(2 G / splits).
-// Timeline  positions and ids | pages and q | K and V of 6 slices, then for each slice of the ring:
-//           wait K and V | barrier of the ring | fetch of slice + 5 | S = Q K^T | softmax | O += P V.
+// Timeline  positions and ids | pages and q | K and V of 3 slices, then for each slice of the ring:
+//           wait K and V | barrier of the ring | fetch of slice + 3 | S = Q K^T | softmax | O += P V.
 //           One cp.async group a slice. Then the warps' parts are merged and go to the CTAs that
 //           own the rows; they merge the CTAs' parts and store. One launch, no workspace.
 // Barriers  ring's  both warps' copies of a slice are there, and both have read the slice before.
@@ -40,12 +40,13 @@
 
 namespace msa::decode::sm90 {
 
-constexpr int kClusterPairTokens = 2, kClusterPairRings = 4, kClusterPairStages = 6;
+constexpr int kClusterPairTokens = 2, kClusterPairRings = 6, kClusterPairStages = 4;
 constexpr int kMaxPairSplits = 8;
 constexpr int kMaxPairTopk = 16;  // a warp has a lane for each entry of two tokens
 
 struct PairClusterStorage {
   static constexpr int kTokens = kClusterPairTokens, kRings = kClusterPairRings;
+  static constexpr int kThreads = kTokens * kRings * 32;
   static constexpr int kInboxRows = kTokens * kRows + kMaxPairSplits;  // splits * R is less
   alignas(1024) uint8_t ring[kRings][kClusterPairStages][2][kPartBytes];
   float2 state[kTokens][kRings][kRows];
@@ -140,7 +141,7 @@ struct PartCopy {
   }
 };
 
-static __global__ void __launch_bounds__(kClusterPairRings* kClusterPairTokens * 32, 1)
+static __global__ void __launch_bounds__(PairClusterStorage::kThreads, 1)
     msa_decode_cluster_pair_sm90_kernel(const __grid_constant__ ClusterParams params) {
   using Element = __nv_bfloat16;
   using S = Slice<Element>;
@@ -225,17 +226,17 @@ static __global__ void __launch_bounds__(kClusterPairRings* kClusterPairTokens *
     commit_async_copies();
   };
 #pragma unroll 1
-  for (int stage = 0; stage < kPairStages; ++stage) fetch(stage, stage);
+  for (int stage = 0; stage < kPairStages - 1; ++stage) fetch(stage, stage);
 
   query.prepare(attend.scale * kLog2E);
   Rows<Element> rows;
   rows.clear();
-  wait_async_copies<kPairStages - 1>();
+  wait_async_copies<kPairStages - 2>();
   int stage = 0, free_stage = kPairStages - 1;
 #pragma unroll 1
   for (int32_t index = 0; has(index); ++index) {
     hopper::named_barrier(1 + ring, kTokens * 32);
-    if (index > 0) fetch(free_stage, index + kPairStages - 1);
+    fetch(free_stage, index + kPairStages - 1);
     const int32_t counted = __shfl_sync(kAllLanes, lane_tokens, index), seen = counted % 32;
     if (seen > 0) {
       const uint32_t k = stages + 2 * stage * kPartBytes, v = k + kPartBytes;
@@ -268,7 +269,7 @@ static __global__ void __launch_bounds__(kClusterPairRings* kClusterPairTokens *
 
   hopper::cluster_wait();
 #pragma unroll
-  for (int i = 0; i < kTokens * kRows / kWarps; ++i) {
+  for (int i = 0; i < (kTokens * kRows + kWarps - 1) / kWarps; ++i) {
     const int pair_row = warp + i * kWarps;
     if (pair_row >= kTokens * group) break;
     const int token = pair_row >= group, row = pair_row - token * group;
