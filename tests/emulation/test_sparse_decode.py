@@ -55,8 +55,8 @@ WAYS = {
     "one_cta": Way(FEW, 6, 2, 22, both((CLUSTER, 256, 1))),
     "walk": Way(FEW, 6, 2, 3, both((WALK, 128, 0), (MERGE, 128, 0))),
     "stream": Way(FEW, 6, 6, 3, both((STREAM, 128, 0))),
-    "cluster_pairs": Way(DRAFTS, 6, 2, 132, {torch.bfloat16: [(CLUSTER_PAIR, 256, 6)]}),
-    "few_splits": Way(DRAFTS, 6, 2, 50, {torch.bfloat16: [(CLUSTER_PAIR, 256, 2)]}),
+    "cluster_pairs": Way(DRAFTS, 6, 2, 132, {torch.bfloat16: [(CLUSTER_PAIR, 384, 6)]}),
+    "few_splits": Way(DRAFTS, 6, 2, 50, {torch.bfloat16: [(CLUSTER_PAIR, 384, 2)]}),
     "pairs": Way(DRAFTS, 4, 12, 132, {torch.bfloat16: [(PAIR, 256, 0)], FP8: [(PAIR, 128, 0)]}),
     "many_pairs": Way(DRAFTS, 4, 13, 132, both((PAIR, 128, 0))),
     "tiles": Way(MORE_DRAFTS, 4, 30, 132, {torch.bfloat16: [(TILE, 384, 0)]}),
@@ -230,5 +230,5 @@ def test_unions(library, kind, seed):
         case = case.with_(ids=with_duplicates(case.ids))
     emulator = Emulator(library, seed, sms=132)
     out, lse = emulator.sparse_decode(*case.attend_args)
-    assert emulator.launched == [(CLUSTER_PAIR, 256, 8)]
+    assert emulator.launched == [(CLUSTER_PAIR, 384, 8)]
     assert_attention(case, out, lse)
