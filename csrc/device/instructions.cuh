@@ -65,6 +65,8 @@ __device__ __forceinline__ uint32_t add_zero_times(uint32_t pair, uint32_t sum) 
 
 // The value is computed here, not where it is first looked at.
 __device__ __forceinline__ void compute_here(float& value) { asm volatile("" : "+f"(value)); }
+__device__ __forceinline__ void compute_here(uint32_t& value) { asm volatile("" : "+r"(value)); }
+__device__ __forceinline__ void compute_here(const char*& value) { asm volatile("" : "+l"(value)); }
 
 // threadIdx.x % 32, read anew: the compiler keeps nothing that follows from it.
 __device__ __forceinline__ int read_lane() {

@@ -78,23 +78,28 @@ struct Query {
   uint32_t a[8][4];   // the same as operands of the 8 products, after prepare()
   float scale[2];     // of the row's logits, log2 units
 
+  // The lane's bytes of row g + 8 r.
+  static __device__ __forceinline__ const char* row_of(const RowsView& view, int64_t token,
+                                                       int64_t first_head, int64_t group, int r) {
+    const int lane = threadIdx.x % 32;
+    // Past the group its last head again, which nobody looks at: a choice between a load and 0
+    // would wait for the load.
+    const int64_t head = min(static_cast<int64_t>(lane / 4 + 8 * r), group - 1);
+    return static_cast<const char*>(view.data) +
+           2 * (token * view.token_stride + (first_head + head) * view.head_stride) +
+           lane % 4 * (S::kFp8 ? 32 : 16);
+  }
+  __device__ __forceinline__ void load_row(int r, const char* row) {
+#pragma unroll
+    for (int vector = 0; vector < 4; ++vector) {
+      const int offset = S::kFp8 ? vector / 2 * 128 + vector % 2 * 16 : vector * 64;
+      words[r][vector] = *reinterpret_cast<const uint4*>(row + offset);
+    }
+  }
   __device__ __forceinline__ void load(const RowsView& view, int64_t token, int64_t first_head,
                                        int64_t group) {
-    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      // Past the group its last head again, which nobody looks at: a choice between a load and 0
-      // would wait for the load.
-      const int64_t head = min(static_cast<int64_t>(lane / 4 + 8 * r), group - 1);
-      const char* row = static_cast<const char*>(view.data) +
-                        2 * (token * view.token_stride + (first_head + head) * view.head_stride);
-#pragma unroll
-      for (int vector = 0; vector < 4; ++vector) {
-        const int offset = S::kFp8 ? vector / 2 * 128 + lane % 4 * 32 + vector % 2 * 16
-                                   : vector * 64 + lane % 4 * 16;
-        words[r][vector] = *reinterpret_cast<const uint4*>(row + offset);
-      }
-    }
+    for (int r = 0; r < 2; ++r) load_row(r, row_of(view, token, first_head, group, r));
   }
 
   // After load(), where its latency is over anyway.

@@ -281,13 +281,23 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
   const float k_scale = load_scale(attend.k_scale, head);
   const float v_scale = load_scale(attend.v_scale, head);
   if (kSparse) prefetch_inputs(params.decode, guess, head, token, split);
+  // What takes long to compute and waits for nothing, while those are on their way.
+  LaneCopy<Element, true> copy(attend, head);
+  compute_here(copy.k);
+  compute_here(copy.v);
+  const char* q_rows[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    q_rows[r] = Query<Element>::row_of(attend.q, token, head * group, group, r);
+    compute_here(q_rows[r]);
+  }
   slices.look_up(lane_id, guess);
   Query<Element> query;
-  query.load(attend.q, token, head * attend.group_size, attend.group_size);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) query.load_row(r, q_rows[r]);
 
   // Whether the CTA, not just this warp, has a round of that number.
   const auto is_round = [&](int32_t round) { return round * slices.turn < slices.count; };
-  const LaneCopy<Element, true> copy(attend, head);
   const auto stage_address = [&](int owner, int stage) {
     return shared_address(shared.ring[owner][stage]);
   };

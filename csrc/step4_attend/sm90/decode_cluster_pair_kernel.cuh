@@ -180,6 +180,17 @@ static __global__ void __launch_bounds__(PairClusterStorage::kThreads, 1)
     loading = start_load_id(params.decode.ids, head, first_token + member, slot);
   }
   prefetch_inputs(params.decode, guess, head, first_token, split, tokens);
+  // What takes long to compute and waits for nothing, while those are on their way.
+  PartCopy copy(own == 0 ? attend.k_cache : attend.v_cache, head, own != 0);
+  compute_here(copy.data);
+  for (uint32_t& place : copy.places) compute_here(place);
+  const char* q_rows[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    q_rows[r] = Query<Element>::row_of(attend.q, first_token + min(own, tokens - 1), head * group,
+                                       group, r);
+    compute_here(q_rows[r]);
+  }
   const KeyRow key_rows[kTokens] = {find_row<true>(params.decode, first_token, guess),
                                     find_row<true>(params.decode, first_token + second, guess)};
   const KeyRow key_row = member == 0 ? key_rows[0] : key_rows[1];
@@ -189,7 +200,8 @@ static __global__ void __launch_bounds__(PairClusterStorage::kThreads, 1)
   int32_t page = -1;
   if (counts) page = page_of(batch, key_row.request, id);
   Query<Element> query;
-  query.load(attend.q, first_token + min(own, second), head * group, group);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) query.load_row(r, q_rows[r]);
   const PairUnion blocks(counts, static_cast<int32_t>(id), page,
                          key_rows[0].request == key_rows[1].request);
 
@@ -198,7 +210,6 @@ static __global__ void __launch_bounds__(PairClusterStorage::kThreads, 1)
   const int own_bit = 1 << own;
   const int32_t own_end = own == 0 ? key_rows[0].pos + 1 : key_rows[1].pos + 1;
   const int32_t other_end = own == 0 ? key_rows[1].pos + 1 : key_rows[0].pos + 1;
-  const PartCopy copy(own == 0 ? attend.k_cache : attend.v_cache, head, own != 0);
   const uint32_t stages = shared_address(shared.ring[ring]);
   // Of the ring's slice `lane`, at most 32: where the warp's part of it lies, and seen + 32 copied:
   // how many of its keys the warp's token sees, and how many either does.

@@ -36,7 +36,8 @@ inline uint32_t add_zero_times(uint32_t pair, uint32_t sum) {
   return sum;
 }
 
-inline void compute_here(float&) {}
+template <typename Value>
+void compute_here(Value&) {}
 
 inline int read_lane() { return emulation::lane(); }
 
