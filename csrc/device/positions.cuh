@@ -56,11 +56,11 @@ struct PositionGuess {
   int32_t total = 0;                       // tokens of the batch
 };
 
-__device__ __forceinline__ PositionGuess guess_position(const BatchView& batch, int32_t token,
-                                                        int32_t each) {
+// `guess`: the token by those of each request.
+__device__ __forceinline__ PositionGuess guess_position(const BatchView& batch, int32_t guess) {
   const auto num_requests = static_cast<int32_t>(batch.num_requests);
   if (num_requests == 0) return {};
-  const int32_t request = min(each == 1 ? token : token / each, num_requests - 1);
+  const int32_t request = min(guess, num_requests - 1);
   return {request, first_token_of(batch, request), first_token_of(batch, request + 1),
           seq_len_of(batch, request), first_token_of(batch, num_requests)};
 }
@@ -92,7 +92,8 @@ __device__ __forceinline__ TokenPosition find_position_by_warp(const BatchView& 
 
 __device__ __forceinline__ TokenPosition find_position_by_warp(const BatchView& batch,
                                                                int32_t token, int32_t each) {
-  return find_position_by_warp(batch, token, guess_position(batch, token, each));
+  return find_position_by_warp(batch, token,
+                               guess_position(batch, each == 1 ? token : token / each));
 }
 
 // Blocks that a token at `pos` may see.

@@ -20,10 +20,11 @@ struct DecodeParams {
   IdsView ids;          // sparse_decode only
   int64_t num_units;    // T * Hkv; unit h * T + t
   int32_t splits;       // CTAs of a unit
-  int32_t tokens_each;  // T / B: where a token's request is looked for first
+  int32_t tokens_each;  // T / B
   int32_t tile_groups;  // tiles of draft tokens only: groups that one has,
   int32_t tile_tokens;  // and the most tokens
   bool two_an_sm;       // clusters only: two CTAs an SM
+  int64_t inverse_each;  // t / tokens_each, where a token is looked for first: t * this >> 32
 };
 
 // Parts that each (token, KV head) is cut in, a power of two. `blocks`: the most that a row may
@@ -51,7 +52,8 @@ inline DecodeParams plan_decode(const AttendParams& attend, const IdsView& ids, 
           static_cast<int32_t>(std::max<int64_t>(1, each)),
           0,
           0,
-          false};
+          false,
+          (int64_t{1} << 32) / std::max<int64_t>(1, each) + 1};
 }
 
 // Tokens of a tile of draft tokens of `groups` groups, 0 where such tiles do not pay: of one or two

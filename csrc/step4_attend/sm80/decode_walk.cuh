@@ -64,7 +64,8 @@ struct KeyRow {
 template <bool kSparse>
 __device__ __forceinline__ PositionGuess guess_row(const DecodeParams& params, int32_t token) {
   if (!kSparse && params.attend.batch.cu_seqlens_q == nullptr) return {};
-  return guess_position(params.attend.batch, token, params.tokens_each);
+  return guess_position(params.attend.batch,
+                        static_cast<int32_t>(token * params.inverse_each >> 32));
 }
 
 template <bool kSparse>

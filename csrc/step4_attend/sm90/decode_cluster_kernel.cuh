@@ -68,11 +68,12 @@ static_assert(sizeof(ClusterStorage<8>) <= 227 * 1024, "shared memory of one CTA
 static_assert(2 * (sizeof(ClusterStorage<4>) + 1024) <= 228 * 1024, "two CTAs an SM");
 
 // Has q, of one token or two, and the table's row of the request that they are probably of, a part
-// by each CTA of the row's, come to L2 while position and ids are on their way.
+// by each CTA of the row's, come to L2 while position and ids are on their way; and has the SM find
+// out where the results will lie.
 __device__ __forceinline__ void prefetch_inputs(const DecodeParams& params,
                                                 const PositionGuess& guess, int64_t head,
                                                 int32_t token, int32_t split, int tokens = 1) {
-  constexpr int kLine = 128;
+  constexpr int kLine = 128, kOutThread = 96;
   constexpr int32_t kEntries = kLine / sizeof(int32_t), kLinesOfHead = kHeadDim * 2 / kLine;
   const AttendParams& attend = params.attend;
   const BatchView& batch = attend.batch;
@@ -85,11 +86,19 @@ __device__ __forceinline__ void prefetch_inputs(const DecodeParams& params,
     prefetch_to_l2(static_cast<const char*>(attend.q.data) + line % kLinesOfHead * kLine +
                    2 * (q_token * attend.q.token_stride + q_head * attend.q.head_stride));
   }
+  if (thread == kOutThread) {
+    prefetch_to_l2(static_cast<const char*>(attend.out.data) +
+                   2 * (token * attend.out.token_stride +
+                        head * attend.group_size * attend.out.head_stride));
+  }
   if (batch.table_col_stride != 1 || guess.request < 0) return;
   const auto ctas = static_cast<int32_t>(attend.num_kv_heads) * params.splits;
   const auto cta = static_cast<int32_t>(head) * params.splits + split;
-  const int32_t entry = (thread * ctas + cta) * kEntries;
-  if (entry >= batch.max_pages) return;
+  int32_t entry = (thread * ctas + cta) * kEntries;
+  if (entry >= batch.max_pages) {  // one by each CTA: then its SM knows where the table lies
+    if (thread != 0 || batch.max_pages == 0) return;
+    entry = static_cast<int32_t>(batch.max_pages) - 1;
+  }
   prefetch_to_l2(batch.block_table + guess.request * batch.table_row_stride + entry);
 }
 
