@@ -205,7 +205,7 @@ static __global__ void __launch_bounds__(PairClusterStorage::kThreads, 1)
   const PairUnion blocks(counts, static_cast<int32_t>(id), page,
                          key_rows[0].request == key_rows[1].request);
 
-  const int slices = blocks.count * S::kPerBlock, turn = splits * kRings;
+  const int slices = blocks.count * S::kPerBlock, stride = splits * kRings;
   const int32_t first_slice = ring * splits + split;
   const int own_bit = 1 << own;
   const int32_t own_end = own == 0 ? key_rows[0].pos + 1 : key_rows[1].pos + 1;
@@ -213,7 +213,7 @@ static __global__ void __launch_bounds__(PairClusterStorage::kThreads, 1)
   const uint32_t stages = shared_address(shared.ring[ring]);
   // Of the ring's slice `lane`, at most 32: where the warp's part of it lies, and seen + 32 copied:
   // how many of its keys the warp's token sees, and how many either does.
-  const auto lane_slice = static_cast<uint32_t>(first_slice + lane * turn);
+  const auto lane_slice = static_cast<uint32_t>(first_slice + lane * stride);
   const int32_t lane_first = lane_slice % S::kPerBlock * S::kTokens;
   const int32_t lane_block = __shfl_sync(kAllLanes, blocks.block, lane_slice / S::kPerBlock % 32);
   const int32_t lane_page = __shfl_sync(kAllLanes, blocks.page, lane_slice / S::kPerBlock % 32);
@@ -226,7 +226,7 @@ static __global__ void __launch_bounds__(PairClusterStorage::kThreads, 1)
     const int other = lane_block & (3 - own_bit) ? seen_by(other_end) : 0;
     lane_tokens = seen + 32 * max(seen, other);
   }
-  const auto has = [&](int32_t index) { return first_slice + index * turn < slices; };
+  const auto has = [&](int32_t index) { return first_slice + index * stride < slices; };
   // Begins to bring the warp's part of a slice.
   const auto fetch = [&](int stage, int32_t index) {
     if (has(index)) {
@@ -278,29 +278,37 @@ static __global__ void __launch_bounds__(PairClusterStorage::kThreads, 1)
   start_next_kernel();
   __syncthreads();
 
-  hopper::cluster_wait();
+  // The warp's rows side by side; past the last row that one again, which is not sent.
+  constexpr int kTurns = (kTokens * kRows + kWarps - 1) / kWarps;
+  const int unit_rows = kTokens * group;
+  float4 parts[kTurns];
+  float2 states[kTurns];
 #pragma unroll
-  for (int i = 0; i < (kTokens * kRows + kWarps - 1) / kWarps; ++i) {
-    const int pair_row = warp + i * kWarps;
-    if (pair_row >= kTokens * group) break;
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int pair_row = min(warp + turn * kWarps, unit_rows - 1);
     const int token = pair_row >= group, row = pair_row - token * group;
-    float maximum, sum;
-    const float4 o = merge_parts<kRings>(
+    parts[turn] = merge_parts<kRings>(
         kRings, [&](int part) { return shared.state[token][part][row]; },
         [&](int part) {
           return reinterpret_cast<const float4*>(shared.o(token, part) + row * kOStride)[lane];
         },
-        maximum, sum);
+        states[turn].x, states[turn].y);
+  }
+  hopper::cluster_wait();
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int pair_row = warp + turn * kWarps;
+    if (pair_row >= unit_rows) break;
     const int owner = pair_row * params.inverse_r >> 16;
     const int place = split * params.rows + pair_row - owner * params.rows;
     const uint32_t arrived = hopper::cluster_address(shared_address(&shared.arrived), owner);
     hopper::cluster_send(
-        hopper::cluster_address(shared_address(&shared.inbox[place * 32 + lane]), owner), o,
-        arrived);
+        hopper::cluster_address(shared_address(&shared.inbox[place * 32 + lane]), owner),
+        parts[turn], arrived);
     if (lane == 0) {
       hopper::cluster_send(
-          hopper::cluster_address(shared_address(&shared.inbox_state[place]), owner),
-          make_float2(maximum, sum), arrived);
+          hopper::cluster_address(shared_address(&shared.inbox_state[place]), owner), states[turn],
+          arrived);
     }
   }
   if (warp >= own_rows) return;
