@@ -42,6 +42,7 @@ PREFILL = {  # way: (case, options of the call, kernels)
 
 DECODE = {  # (requests, tokens of each, Hq, Hkv): kernels of bfloat16 caches, of FP8 caches
     (1, 1, 64, 4): ("decode_cluster_sm90<cache, true, 8>",) * 2,
+    (1, 8, 64, 4): ("decode_cluster_pair_sm90", "decode_cluster_sm90<cache, true, 4>"),
     (8, 8, 16, 4): ("decode_pair_sm90<cache, 8>", "decode_pair_sm90<cache, 4>"),
     (32, 8, 16, 4): ("decode_pair_sm90<cache, 4>",) * 2,
     (32, 8, 64, 4): ("decode_tile_sm90<2>", "decode_pair_sm90<cache, 4>"),

@@ -15,6 +15,7 @@ PORTABLE = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 HOPPER = ("sm_90a",)
 # Kernel symbol -> architectures that it is compiled for, SASS instructions that it exists for.
 HOT_KERNELS = {
+    "msa_decode_cluster_pair_sm90_kernel": (HOPPER, {"HMMA", "LDGSTS.E", "MATCH", "STAS.128"}),
     "msa_decode_cluster_sm90_kernel": (HOPPER, {"HMMA", "LDGSTS.E", "UCGABAR_ARV", "STAS.128"}),
     "msa_decode_merge_sm80_kernel": (PORTABLE, {"LDG.E.128"}),
     "msa_decode_pair_sm90_kernel": (HOPPER, {"HMMA", "LDGSTS.E"}),
