@@ -66,11 +66,27 @@ __device__ __forceinline__ uint32_t add_zero_times(uint32_t pair, uint32_t sum) 
 // The value is computed here, not where it is first looked at.
 __device__ __forceinline__ void compute_here(float& value) { asm volatile("" : "+f"(value)); }
 
+__device__ __forceinline__ void compute_here(uint64_t& value) {
+  asm volatile("" : "+l"(value));
+}
+
+// What this thread wrote and saw written is seen by whoever sees what it writes next.
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// Waits until `word`, which only grows, is `value` or more.
+__device__ __forceinline__ void wait_for_count(const uint32_t* word, uint32_t value) {
+  while (*const_cast<const volatile uint32_t*>(word) < value) {
+  }
+}
+
 // threadIdx.x % 32, read anew: the compiler keeps nothing that follows from it.
 __device__ __forceinline__ int read_lane() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
 }
+
+// Clocks of the SM.
+__device__ __forceinline__ int64_t read_clock() { return clock64(); }
 
 }  // namespace msa

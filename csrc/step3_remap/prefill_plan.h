@@ -165,6 +165,12 @@ struct PrefillPlan {
   int64_t num_rows;       // of a round: Hkv * B * max_pages; row as in the remap
   int64_t chunk_rows;     // places of a chunk in chunk_base
 
+  uint32_t early_rows;     // of a head: their items go before others of a tile or two
+  int32_t early_class;
+  int32_t first_heads;     // 0: none
+  int32_t delay, merge_items;
+  int32_t* first_part;     // [3] items of the first heads, merges beside the others, items done
+
   int32_t* tile_blocks;        // [Hkv * tiles]: shared blocks, 0 where the tile is not query-major
   int32_t* tile_round;         // [Hkv * tiles]
   TileBlock* tile_list;        // [Hkv * tiles][tile_capacity], ascending by block

@@ -114,7 +114,8 @@ struct RowCut {
   uint32_t items, share, rest, shift;
 };
 
-__device__ __forceinline__ RowCut cut_row(const SplitParams& params, uint32_t count) {
+__device__ __forceinline__ RowCut cut_row(const SplitParams& params, uint32_t row,
+                                          uint32_t count) {
   const auto max_queries = static_cast<uint32_t>(params.plan.sizes.max_queries_per_item);
   const auto tile_tokens = static_cast<uint32_t>(params.plan.sizes.group_tokens);
   RowCut cut;
@@ -122,7 +123,19 @@ __device__ __forceinline__ RowCut cut_row(const SplitParams& params, uint32_t co
   cut.share = count / cut.items;
   cut.rest = count - cut.share * cut.items;
   const uint32_t more_tiles = (cut.share + (cut.rest > 0) - 1) / tile_tokens;
-  cut.shift = kSizeBits * (kSizeClasses - 1 - min(more_tiles, kSizeClasses - 1u));
+  if (params.plan.first_heads > 0) {
+    cut.shift = kSizeBits * ((static_cast<int32_t>(blockIdx.x) < params.plan.first_heads ? 0 : 2) +
+                             (more_tiles > 0 ? 0 : 1));
+    return cut;
+  }
+  if (params.plan.early_class) {
+    uint32_t field = more_tiles >= 2 ? 0 : 3 - more_tiles;
+    if (field > 1 && row < params.plan.early_rows) field = 1;
+    cut.shift = kSizeBits * field;
+    return cut;
+  }
+  cut.shift = kSizeBits * (kSizeClasses - 1 -
+                           min(max(more_tiles, uint32_t{row < params.plan.early_rows}), kSizeClasses - 1u));
   return cut;
 }
 
@@ -211,7 +224,7 @@ __global__ void __launch_bounds__(kShortThreads)
 #pragma unroll 1
   for (int i = first_row; i < end_row; ++i) {
     if (histogram[i] == 0) continue;
-    const RowCut cut = cut_row(params, histogram[i]);
+    const RowCut cut = cut_row(params, i, histogram[i]);
     items += static_cast<uint64_t>(cut.items) << cut.shift;
     row_pairs += histogram[i];
   }
@@ -285,12 +298,18 @@ __global__ void __launch_bounds__(kShortThreads)
   constexpr uint64_t kEveryField = 0x0001000100010001;
   next_items += all_items * kEveryField - all_items;  // to each field those below it
   if (head == 0 && thread == 0) {
-    uint32_t total = 0;
+    uint32_t total = 0, first_items = 0;
 #pragma unroll 1
     for (int field = 0; field < kSizeClasses * heads; ++field) {
       total += state.items[field / kSizeClasses] >> kSizeBits * (field % kSizeClasses) &
                ((1u << kSizeBits) - 1);
+      if (field + 1 == kSizeClasses * plan.first_heads) first_items = total;
     }
+    plan.first_part[0] = first_items;
+    plan.first_part[1] = plan.first_heads > 0 && total > first_items + plan.delay + plan.merge_items
+                             ? plan.merge_items
+                             : 0;
+    plan.first_part[2] = 0;
     plan.round_items[0] = 0;
     plan.round_items[1] = static_cast<int32_t>(total);
     plan.item_tickets[0] = 0;
@@ -299,7 +318,7 @@ __global__ void __launch_bounds__(kShortThreads)
   for (int i = first_row; i < end_row; ++i) {
     const uint32_t count = histogram[i + 1] - histogram[i];
     if (count == 0) continue;
-    const RowCut cut = cut_row(params, count);
+    const RowCut cut = cut_row(params, i, count);
     uint32_t item = next_items >> cut.shift & ((1u << kSizeBits) - 1);
     next_items += static_cast<uint64_t>(cut.items) << cut.shift;
     const int request = i / static_cast<int>(batch.max_pages);

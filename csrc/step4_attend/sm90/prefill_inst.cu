@@ -5,6 +5,7 @@
 // the query-major kernel.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 
 #include "configs/built_configs.h"
 #include "device/architecture.h"
@@ -87,6 +88,7 @@ Workspace cut_workspace(const SparseAttendParams& params) {
   work.counters_begin = offset;
   take(plan.round_items, sizes.rounds + 1);  // cleared, for calls without any row
   take(plan.item_tickets, sizes.rounds);
+  take(plan.first_part, 3);
   work.counters_end = offset;
   if (!sizes.short_call) {
     uint8_t* counters;
@@ -181,6 +183,11 @@ void plan_call(const SparseAttendParams& params, const Workspace& work,
                    work.counters.counters);
 }
 
+int env(const char* name, int otherwise) {
+  const char* value = std::getenv(name);
+  return value ? std::atoi(value) : otherwise;
+}
+
 template <DType kCache>
 void run(const SparseAttendParams& params, const ExecContext& context) {
   constexpr auto kv_block_kernel = prefill::msa_sparse_prefill_kv_block_sm90_kernel<kCache>;
@@ -203,6 +210,27 @@ void run(const SparseAttendParams& params, const ExecContext& context) {
   const int merge_ctas =
       resident_ctas<merge_kernel>(context.op, context.device, prefill::kMergeWarps * 32, 0);
 
+  prefill::EarlyParams early{params.ids, params.batch, params.k_cache.num_pages, 0, 1, env("MSA_EI", 0), 0};
+  if (plan.sizes.short_call && env("MSA_EB", 0) > 0 && params.batch.num_requests > 0) {
+    const auto heads = static_cast<int32_t>(params.num_kv_heads);
+    early.ctas = kv_ctas - heads;
+    early.step = env("MSA_ES", 1);
+    early.blocks = static_cast<int32_t>(std::min<int64_t>(
+        {int64_t{env("MSA_EB", 0)} * 4 / heads * early.step, params.batch.max_pages,
+         int64_t{prefill::kEarlyBlocksOfCta} * (early.ctas / heads) * early.step}));
+    plan.early_rows = static_cast<uint32_t>(early.blocks);
+    plan.early_class = env("MSA_EC", 1);
+    if (env("MSA_EB", 0) == 1) early.blocks = 0;
+  }
+
+  int32_t merge_groups = 0;
+  if (plan.sizes.short_call && env("MSA_PM", 1) && params.num_kv_heads > 1) {
+    plan.first_heads = static_cast<int32_t>(params.num_kv_heads) / 2;
+    plan.delay = kv_ctas * env("MSA_PD", 3);
+    merge_groups = static_cast<int32_t>((params.batch.num_tokens * params.group_size + 23) / 24);
+    plan.merge_items = plan.first_heads * merge_groups;
+  }
+
   if (plan.sizes.by_request) {
     plan_requests(params, plan, context);
   } else if (plan.sizes.short_call) {
@@ -212,24 +240,6 @@ void run(const SparseAttendParams& params, const ExecContext& context) {
   }
 
   for (int32_t round = 0; round < plan.sizes.rounds; ++round) {
-    if (!plan.sizes.by_request) {
-      const prefill::KVBlockParams attend{
-          params.v_cache,
-          work.partials,
-          plan.pairs,
-          plan.work_items,
-          plan.round_items + round,
-          plan.item_tickets + round,
-          plan.next_slot,
-          static_cast<int32_t>(kKeptPartialBytes / slot_bytes(params)),
-          static_cast<int32_t>(plan.sizes.max_items),
-          round,
-          scale_log2,
-          log_group,
-          params.k_scale};
-      launch_dependent(context.op, "launching the KV-block-major kernel", kv_block_kernel, kv_ctas,
-                       prefill::kThreads, kSharedBytes, stream, attend, q_map, k_map, v_map);
-    }
     const prefill::FinishParams finish{
         {params.batch, params.v_cache, params.out, params.lse, scale_log2, params.num_kv_heads,
          log_group, params.v_scale},
@@ -237,8 +247,37 @@ void run(const SparseAttendParams& params, const ExecContext& context) {
         plan,
         round,
         params.k_scale,
+        plan.sizes.short_call && merge_ctas % 4 == 0 ? env("MSA_ME", 0) : 0,
+        plan.first_heads,
         plan.sizes.short_call ? static_cast<int32_t>(params.ids.topk) : 0,
         params.batch_invariant};
+    if (!plan.sizes.by_request) {
+      const prefill::KVBlockParams attend{
+          params.v_cache,
+          work.partials,
+          plan.pairs,
+          plan.work_items,
+          plan.round_items + round,
+          plan.first_heads > 0 ? plan.first_part : nullptr,
+          plan.first_heads,
+          plan.delay,
+          merge_groups,
+          plan.first_part + 2,
+          plan.item_tickets + round,
+          plan.next_slot,
+          static_cast<int32_t>(kKeptPartialBytes / slot_bytes(params)),
+          static_cast<int32_t>(plan.sizes.max_items),
+          round,
+          scale_log2,
+          log_group,
+          params.k_scale,
+          early,
+          plan.sizes.short_call && env("MSA_ME", 0),
+          env("MSA_EP", 0),
+          plan.sizes.short_call && log_group >= 3 && env("MSA_EQ", 0), plan.first_heads > 0 && env("MSA_FT", 0)};
+      launch_dependent(context.op, "launching the KV-block-major kernel", kv_block_kernel, kv_ctas,
+                       prefill::kThreads, kSharedBytes, stream, attend, finish, q_map, k_map, v_map);
+    }
     if (plan.sizes.query_major) {
       launch_dependent(context.op, "launching the query-major kernel", query_block_kernel,
                        tile_ctas, prefill::kThreads, kTileSharedBytes, stream, finish, q_map, k_map,

@@ -64,6 +64,7 @@
 #include "device/sm90/wgmma.cuh"
 #include "step4_attend/sm90/prefill_kv_block_producers.cuh"
 #include "step4_attend/sm90/prefill_kv_block_tile.h"
+#include "step4_attend/sm90/prefill_merge_rows.cuh"
 
 namespace msa::sparse_prefill::sm90 {
 
@@ -265,8 +266,8 @@ __device__ __forceinline__ void multiply_p_v(const uint32_t (&p)[32], uint64_t v
 }
 
 template <DType kCache>
-__device__ __forceinline__ void consume(const KVBlockParams& params, SharedStorage<kCache>& shared,
-                                        int consumer) {
+__device__ __forceinline__ void consume(const KVBlockParams& params, const FinishParams& finish,
+                                        SharedStorage<kCache>& shared, int consumer) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int first_stage = consumer * kQStagesPerConsumer;
   // Swizzled tiles of 64 d: 8 rows are 1024 bytes, both halves of 8 rows of q 2048.
@@ -278,11 +279,31 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
   RingPosition<kKVStages> kv;
   RingPosition<kQStagesPerConsumer> ring;
   uint32_t first = consumer;  // first_tile() of the item
+  int32_t done = 0;
   while (true) {
     barrier_wait(&shared.item_full[place.stage], place.phase);
     const WorkItem item = shared.items[place.stage];
-    if (is_last(item)) return;
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&shared.item_empty[place.stage]);
     place.advance();
+    // Items of the first heads that this warp has done with.
+    if (item.head < params.first_heads && !is_last(item) && !is_merge(item)) {
+      ++done;
+    } else if (done > 0) {
+      fence_gpu();
+      __syncwarp();
+      if (lane == 0) atomicAdd(params.finished, done);
+      done = 0;
+    }
+    if (is_last(item)) return;
+    if (is_merge(item)) {
+      const int32_t all = item.first_valid * kConsumers * 4;
+      wait_for_count(reinterpret_cast<const uint32_t*>(params.finished), all);
+      __syncwarp();
+      fence_gpu();
+      merge_rows<kCache, 1, 4>(finish, item.head, (item.begin * kConsumers + consumer) * 8, warp);
+      continue;
+    }
     const uint32_t tiles = count_tiles(params, item);
     barrier_wait(&shared.k_full[kv.stage], kv.phase);
     float scale_log2 = params.scale_log2;
@@ -305,7 +326,10 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
       }
 
       Accumulator s;
-      multiply_q_k(q_base, ring.stage * kQTileBytes, k_base, kv.stage * kPageBytes, s);
+      uint64_t q_now = q_base, k_now = k_base;
+      compute_here(q_now);
+      compute_here(k_now);
+      multiply_q_k(q_now, ring.stage * kQTileBytes, k_now, kv.stage * kPageBytes, s);
       if (lane == 0) barrier_arrive(&shared.q_empty[stage]);
       if (releases) barrier_arrive(&shared.k_empty[kv.stage]);
       ring.advance();
@@ -316,7 +340,9 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
       barrier_wait(&shared.v_full[kv.stage], kv.phase);
 
       Accumulator o;
-      multiply_p_v<kCache>(p, v_base, kv.stage * kPageBytes, o, false);
+      uint64_t v_now = v_base;
+      compute_here(v_now);
+      multiply_p_v<kCache>(p, v_now, kv.stage * kPageBytes, o, false);
       if (item.masked) {
         const int32_t valid[2] = {rows[0].valid, rows[1].valid};
         add_wild_values<kCache>(params.v_cache, item.page, item.head, shared.wild[kv.stage], valid,
@@ -339,6 +365,7 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
 template <DType kCache>
 __global__ void __launch_bounds__(kThreads, 1)
     msa_sparse_prefill_kv_block_sm90_kernel(const __grid_constant__ KVBlockParams params,
+                                            const __grid_constant__ FinishParams finish,
                                             const __grid_constant__ CUtensorMap q_map,
                                             const __grid_constant__ CUtensorMap k_map,
                                             const __grid_constant__ CUtensorMap v_map) {
@@ -350,9 +377,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     prefetch_tensor_map(&v_map);
     for (int place = 0; place < kItemPlaces; ++place) {
       barrier_init(&shared.item_full[place], 1);
-      barrier_init(&shared.item_empty[place], kConsumers);
+      barrier_init(&shared.item_empty[place], kConsumers * 5);
     }
     barrier_init(&shared.first_tiles, kConsumers);
+    shared.early_blocks = 0;
     for (int stage = 0; stage < kKVStages; ++stage) {
       barrier_init(&shared.k_full[stage], kKVFullArrivals<kCache>);
       barrier_init(&shared.v_full[stage], kKVFullArrivals<kCache>);
@@ -371,7 +399,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     fence_barrier_init();
   }
+  if (params.start_merge) start_next_kernel();
   __syncthreads();
+  if (params.early_q > 0) {
+    const uint32_t heads = params.early.ids.num_heads;
+    const uint32_t box = threadIdx.x * params.early.ctas + blockIdx.x;
+    if (static_cast<int32_t>(blockIdx.x) < params.early.ctas && box < params.early.batch.num_tokens * heads) {
+      prefetch_box(&q_map, 0, 0, 0, box % heads << params.log_group >> 3, box / heads);
+    }
+  }
+  if (params.early.blocks > 0) prefetch_early(params.early, &k_map, &v_map, shared);
   wait_for_previous_kernel();
 
   // A warp's index through a shuffle, so that the compiler knows it is the same in all its lanes.
@@ -385,7 +422,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     raise_registers<kConsumerRegisters>();
-    consume(params, shared, warp / 4);
+    consume(params, finish, shared, warp / 4);
   }
 }
 

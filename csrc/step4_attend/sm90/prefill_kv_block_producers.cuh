@@ -26,16 +26,22 @@ struct ItemFeed {
   int32_t first_drawn = 0, end = 0;  // of the round
   int32_t ticket = 0;                // of the item after `next`
   WorkItem next{};                   // without pairs: there are no more
+  int32_t first_items = 0, merges = 0;
 
   __device__ __forceinline__ void start() {
     // Items of the first round begin with 0, so that one is read beside the range.
     const int32_t mine =
-        static_cast<int32_t>(blockIdx.x) + (params.round == 0 ? 0 : params.item_range[0]);
+        (params.draw_first ? fetch_and_increment(params.item_tickets) : static_cast<int32_t>(blockIdx.x)) + (params.round == 0 ? 0 : params.item_range[0]);
     next = mine < params.max_items ? load_item(params.work_items, mine) : WorkItem{};
     ticket = fetch_and_increment(params.item_tickets);
     end = params.item_range[1];
-    first_drawn = params.item_range[0] + static_cast<int32_t>(gridDim.x);
+    first_drawn = params.item_range[0] + (params.draw_first ? 0 : static_cast<int32_t>(gridDim.x));
     if (mine >= end) next = {};  // what was read there is no item
+    if (params.first_part != nullptr) {
+      first_items = params.first_part[0];
+      merges = params.first_part[1];
+      end += merges;
+    }
     publish();
   }
 
@@ -44,16 +50,35 @@ struct ItemFeed {
     store_item(shared.items, place.stage, next);
     barrier_arrive(&shared.item_full[place.stage]);
     place.advance();
-    const int32_t index = first_drawn + ticket;
+    int32_t index = first_drawn + ticket;
     next = {};
     if (index < end) {
-      next = load_item(params.work_items, index);
+      // Merges take turns with the items that come a while after the last one they need.
+      const int32_t since = index - (first_items + params.delay);
+      bool merge = false;
+      if (since >= 2 * merges) {
+        index -= merges;
+      } else if (since >= 0) {
+        merge = since % 2 == 0;
+        index -= since - since / 2;
+      }
+      if (merge) {
+        next.page = -1;
+        next.head = since / 2 / params.merge_groups;
+        next.begin = since / 2 % params.merge_groups;
+        next.end = next.begin + 1;
+        next.first_valid = first_items;
+      } else {
+        next = load_item(params.work_items, index);
+      }
       ticket = fetch_and_increment(params.item_tickets);
     }
   }
 };
 
 __device__ __forceinline__ bool is_last(const WorkItem& item) { return item.begin >= item.end; }
+
+__device__ __forceinline__ bool is_merge(const WorkItem& item) { return item.page < 0; }
 
 __device__ __forceinline__ uint32_t count_tiles(const KVBlockParams& params, const WorkItem& item) {
   const int log_tile_tokens = 6 - params.log_group;
@@ -99,6 +124,62 @@ __device__ __forceinline__ void convert_item(Fp8Storage& shared, RingPosition<kK
   ring.advance();
 }
 
+// Before the plan is waited for: blocks of the call to L2 (EarlyParams). By the whole CTA, which
+// looks through all entries of a head for those among its own blocks. What it reads was there
+// before the plan began.
+template <DType kCache>
+__device__ __forceinline__ void prefetch_early(const EarlyParams& early, const CUtensorMap* k_map,
+                                               const CUtensorMap* v_map,
+                                               SharedStorage<kCache>& shared) {
+  constexpr int kAtOnce = 6;  // ids on their way
+  const auto heads = static_cast<uint32_t>(early.ids.num_heads);
+  const uint32_t head = blockIdx.x % heads, part = blockIdx.x / heads;
+  const uint32_t parts = early.ctas / heads;  // CTAs of a head
+  if (part >= parts) return;
+  const auto topk = static_cast<uint32_t>(early.ids.topk);
+  const int32_t end_token = min(static_cast<int32_t>(early.batch.num_tokens),
+                                first_token_of(early.batch, 1));
+  const uint32_t entries = static_cast<uint32_t>(early.batch.num_tokens) * topk;
+  for (uint32_t first = threadIdx.x; first < entries; first += kAtOnce * kThreads) {
+    LoadingId ids[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const uint32_t entry = first + i * kThreads;
+      if (entry < entries) ids[i] = start_load_id(early.ids, head, entry / topk, entry % topk);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const uint32_t entry = first + i * kThreads;
+      const int64_t id = whole_id(early.ids, ids[i]);
+      if (entry >= end_token * topk || id < 0 || id >= early.blocks) continue;
+      const auto place = static_cast<uint32_t>(id) / static_cast<uint32_t>(early.step);
+      if (place * early.step != id || place % parts != part) continue;
+      atomicOr(&shared.early_blocks, 1u << place / parts);
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x >= kEarlyBlocksOfCta) return;
+  int32_t page = -1;
+  if (shared.early_blocks >> threadIdx.x & 1) {
+    page = page_of(early.batch, 0, static_cast<int32_t>(threadIdx.x * parts + part) * early.step);
+  }
+  uint32_t left = __ballot_sync(kAllLanes, page >= 0 && page < early.num_pages);
+  int64_t next = read_clock() + early.interval * static_cast<int64_t>(part * heads + head) / early.ctas;
+  while (left != 0) {
+    const int32_t mine = __shfl_sync(kAllLanes, page, __ffs(left) - 1);
+    left &= left - 1;
+    if (threadIdx.x > 0) continue;
+    while (read_clock() < next) {
+    }
+    prefetch_box(k_map, 0, 0, 0, head, mine);
+    next += early.interval;
+    while (read_clock() < next) {
+    }
+    prefetch_box(v_map, 0, 0, 0, head, mine);
+    next += early.interval;
+  }
+}
+
 template <DType kCache>
 __device__ __forceinline__ void produce_kv(const KVBlockParams& params, const CUtensorMap* k_map,
                                            const CUtensorMap* v_map,
@@ -112,11 +193,18 @@ __device__ __forceinline__ void produce_kv(const KVBlockParams& params, const CU
   // A block is read once, or by neighbours at a time: the partial results are what to keep. But
   // where they are more than L2 holds anyway, K and V that go first are read again from memory.
   const bool keep = params.used_slots != nullptr && *params.used_slots > params.kept_slots;
-  const uint64_t policy = keep ? evict_normal_policy() : evict_first_policy();
+  uint64_t policy = keep ? evict_normal_policy() : evict_first_policy();
+  if (params.policy == 1) policy = evict_unchanged_policy();
   for (bool first = true;; first = false) {
     barrier_wait(&shared.item_full[place.stage], place.phase);
     const WorkItem& item = shared.items[place.stage];
     if (is_last(item)) return;
+    if (is_merge(item)) {
+      if (first_lane) feed.publish();
+      if constexpr (kIsFp8<kCache>) __syncwarp();
+      place.advance();
+      continue;
+    }
     const int stage = ring.stage;
     // FP8 pages come into the second half of their own blocks, where the producers convert them.
     const auto copy = [&](const CUtensorMap* map, uint8_t* block, uint64_t* full) {
@@ -179,6 +267,12 @@ __device__ __forceinline__ void produce_q(const KVBlockParams& params, const CUt
     barrier_wait(&shared.item_full[place.stage], place.phase);
     const WorkItem& item = shared.items[place.stage];
     if (is_last(item)) return;
+    if (is_merge(item)) {
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&shared.item_empty[place.stage]);
+      place.advance();
+      continue;
+    }
     const int32_t head = item.head, end = item.end, first_valid = item.first_valid;
     const uint32_t tiles = count_tiles(params, item);
     int32_t begin = item.begin + static_cast<int32_t>(first) * tile_tokens;

@@ -52,6 +52,7 @@ struct SharedStorage {
   int32_t slots[kQStages][kTileRows];              // of each token of a tile, -1: none
   uint8_t valid[kQStages][kTileRows];     // keys of the block that the token may see, 1 to 128
   WorkItem items[kItemPlaces];            // without pairs: there are no more
+  uint32_t early_blocks;                  // of the CTA: which of them a token selected
   uint32_t wild[kKVStages][kBlock / 32];  // rows of V with NaN or Inf, of masked blocks
   uint64_t item_full[kItemPlaces];
   uint64_t item_empty[kItemPlaces];
@@ -84,12 +85,29 @@ struct Partials {
   float2* state;
 };
 
+// Short calls: while the plan is made, blocks that its first work items will want come to L2, every
+// `step`th of the first request's first `blocks`, of those that some token selected.
+struct EarlyParams {
+  IdsView ids;
+  BatchView batch;
+  int64_t num_pages;
+  int32_t blocks;  // 0: none
+  int32_t step;
+  int32_t interval;
+  int32_t ctas;  // that can run beside the plan
+};
+constexpr int kEarlyBlocksOfCta = 32;  // at most
+
 struct KVBlockParams {
   PagedView v_cache;
   Partials partials;
   const Pair* pairs;
   const WorkItem* work_items;
   const int32_t* item_range;  // [2]: the work items of this round
+  const int32_t* first_part;  // PrefillPlan; null: of no short call
+  int32_t first_heads, delay;
+  int32_t merge_groups;       // of three times eight rows, of a head
+  int32_t* finished;
   int32_t* item_tickets;      // [1]: how many of them CTAs have drawn beyond their first
   const int32_t* used_slots;  // [1], of the call; null where L2 holds a call's partial results
   int32_t kept_slots;         // that L2 holds
@@ -98,6 +116,11 @@ struct KVBlockParams {
   float scale_log2;   // scale * log2(e)
   int32_t log_group;  // log2(G)
   ScaleView k_scale;  // of FP8 caches
+  EarlyParams early;
+  int32_t start_merge;
+  int32_t policy;
+  int32_t early_q;
+  int32_t draw_first;
 };
 
 }  // namespace msa::sparse_prefill::sm90

@@ -102,6 +102,7 @@ __device__ __forceinline__ void for_query_tiles(const FinishParams& params, cons
     return plan.sizes.by_request ? unit % heads * tiles + (tiles - 1 - unit / heads) : unit;
   };
   for_units(
+      blockIdx.x,
       static_cast<int32_t>(heads * tiles),
       [&](uint32_t unit) {
         const uint32_t tile = tile_of(unit);

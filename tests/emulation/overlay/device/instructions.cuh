@@ -1,6 +1,7 @@
 // csrc/device/instructions.cuh, emulated.
 #pragma once
 
+#include <atomic>
 #include <cuda_runtime.h>
 
 namespace msa {
@@ -36,7 +37,18 @@ inline uint32_t add_zero_times(uint32_t pair, uint32_t sum) {
   return sum;
 }
 
+inline void fence_gpu() {}
+inline void wait_for_count(const uint32_t* word, uint32_t value) {
+  while (*word < value) emulation::wait_while(*word, *word, "a count");
+}
 inline void compute_here(float&) {}
+inline void compute_here(uint64_t&) {}
+
+// No time passes but by looking.
+inline int64_t read_clock() {
+  static std::atomic<int64_t> clock{0};
+  return clock += 100;
+}
 
 inline int read_lane() { return emulation::lane(); }
 

@@ -65,8 +65,16 @@ inline void copy_box(void* shared, const CUtensorMap* map, uint64_t* barrier, in
   });
 }
 
+inline void prefetch_box(const CUtensorMap* map, int, int, int, int head, int page) {
+  if (head < 0 || head >= static_cast<int64_t>(map->sizes[3]) || page < 0 ||
+      page >= static_cast<int64_t>(map->sizes[4])) {
+    emulation::fail("a prefetch outside the tensor");
+  }
+}
+
 inline uint64_t evict_first_policy() { return 0; }
 inline uint64_t evict_normal_policy() { return 0; }
+inline uint64_t evict_unchanged_policy() { return 0; }
 inline uint64_t evict_last_policy() { return 0; }
 
 inline void copy_box(void* shared, const CUtensorMap* map, uint64_t* barrier, int c0, int c1,
