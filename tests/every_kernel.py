@@ -110,7 +110,7 @@ def _attend(device: str, cache: torch.dtype) -> Iterator[tuple[str, Call]]:
     yield f"sparse_prefill batch_invariant {cache}", run
 
     # On Hopper: clusters, tiles of drafts of two groups and of one, pairs of tokens by 8 and by 4
-    # warps, and neither.
+    # warps, and neither: streams of FP8.
     decode = ((1, 1, 16), (9, 1, 16), (3, 8, 16), (33, 8, 16), (16, 8, 16), (34, 8, 16))
     decode += ((70, 4, 8), (8, 8, 4), (32, 8, 4))
     for requests, q_len, group in decode:

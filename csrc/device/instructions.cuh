@@ -35,6 +35,7 @@ __device__ __forceinline__ void load_if(bool there, const float* address, float&
       : "l"(address), "r"(static_cast<uint32_t>(there))
       : "memory");
 }
+
 // count + 1 where a + b is past 32 bits, in two instructions.
 __device__ __forceinline__ uint32_t count_carry(uint32_t a, uint32_t b, uint32_t count) {
   asm("{\n"

@@ -14,8 +14,8 @@
 // Where no request has more blocks than a token selects, going by the table's width or the caller's
 // hint, tiles are of requests (`by_request`): they do not cross requests, and every one is
 // query-major with whatever blocks its tokens selected, which is right for any length. Nothing is
-// left over, and a token's bits do not depend on who shares its tile. So are the tiles
-// that sparse_decode makes of draft tokens, without a plan in memory (decode_tile_kernel.cuh).
+// left over, and a token's bits do not depend on who shares its tile. So are the tiles that
+// sparse_decode makes of draft tokens, without a plan in memory (decode_tile_kernel.cuh).
 //
 // Calls of few tokens (`short_call`) have no query-major tiles, too few to keep a GPU busy, and one
 // round: their plan is one small launch.

@@ -46,6 +46,10 @@ Window window_of(const SelectBlocksParams& params) {
       1);
   if (window.tokens > kTokenMultiple) window.tokens -= window.tokens % kTokenMultiple;
   window.tokens = std::min(window.tokens, params.batch.num_tokens);
+  if (window.bounded) {
+    constexpr int64_t kMostRows = int64_t{1} << select_blocks::sm90::kLogMostRows;
+    window.tokens = std::min(window.tokens, kMostRows / params.ids.num_heads);
+  }
   return window;
 }
 

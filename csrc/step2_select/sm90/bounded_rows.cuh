@@ -8,6 +8,7 @@
 #include "device/dependent_launch.cuh"
 #include "device/positions.cuh"
 #include "step2_select/sm80/topk_row.cuh"
+#include "step2_select/sm90/bounded_select_run.h"
 #include "step2_select/topk_blocks_params.h"
 
 namespace msa::select_blocks::sm90 {
@@ -18,7 +19,6 @@ using topk_blocks::sm80::score_key;
 constexpr int kRowEntries = 64;      // of a row's short list
 constexpr int kSureEntry = 0x8000;   // an entry is a block, and this where it is surely selected
 constexpr int kMostBlocks = 0x4000;  // of a table: an entry holds a block's number
-constexpr int kLogMostRows = 17;     // of a window: a place in a list holds a row's number
 constexpr int kWideRow = 255;        // entries of a row that has more than its list holds
 constexpr int kItemRows = 256;       // rows of a work item of scoring again
 constexpr int kCounterStride = 8;    // counters apart, as atomics meet one sector at a time

@@ -6,6 +6,8 @@
 
 namespace msa::select_blocks::sm90 {
 
+constexpr int kLogMostRows = 17;  // of a window: a place in a list holds a row's number
+
 // Whether a call's shapes let it pay, on Hopper; lengths are not known on the host. used_blocks: of
 // a row, the table's width or what the caller's hint says.
 bool bounds_pay(const SelectBlocksParams& params, int64_t used_blocks);

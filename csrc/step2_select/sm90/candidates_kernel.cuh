@@ -10,7 +10,7 @@
 //   The row's scores with those exact ones put in select what all exact ones would: a bound that
 //   stays is on the right side of every exact score that could be the c-th. A NaN is exact.
 //
-// Bound by reading the bounds, and by its instructions.
+// Bound by its instructions and their latencies; reading the bounds is a third of it.
 //
 // Grid      a warp a row.
 // Method    bounds as ordered integers (topk_row.cuh), lane l holds block 32 i + l:
@@ -293,8 +293,7 @@ __global__ void __launch_bounds__(kRowsPerCta * 32, kValues == 16 ? 10 : 6)
   const auto row = static_cast<int32_t>(blockIdx.x * kRowsPerCta + warp);
   if (row >= num_rows(work)) return;
   // The kernel before this one has waited for the one that wrote the words, and writes bounds.
-  const int2 word =
-      work.token_words[work.first_token + token_of_row(work, static_cast<int32_t>(row))];
+  const int2 word = work.token_words[work.first_token + token_of_row(work, row)];
   const RowBlocks blocks(work.rule, word.y);
   wait_for_previous_kernel();
   start_next_kernel();

@@ -235,8 +235,8 @@ __device__ __forceinline__ void convert_values(uint32_t word, uint32_t& first, u
   fp8_to_f16(__byte_perm(word, 0, 0x3120), first, second);
 }
 
-// for_value_operands() of a box, both steps: calls visit(step, n, b0, b1). Of tile n: d = 16 (n /
-// 2) + 2 column + n % 2.
+// for_value_operands() of a box, both steps: calls visit(step, n, b0, b1). Tile n has
+// d = 16 (n / 2) + 2 column + n % 2.
 template <typename Visit>
 __device__ __forceinline__ void for_box_value_operands(uint32_t v, const Visit& visit) {
   using S = Slice<__nv_fp8_e4m3>;

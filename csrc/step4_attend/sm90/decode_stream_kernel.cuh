@@ -23,7 +23,7 @@
 //           whatever of it counts: tokens past pos are masked in S, and their rows of V, where
 //           0 * NaN would be NaN, become 0 in shared memory before they are read.
 // Order     that of the walk: slice i belongs to warp i % 4, warps are merged in ascending order.
-// Limits    those of the walk; caches that fits_tensor_maps(). Of bfloat16 a box is two halves of a
+// Limits    those of the walk; calls that fits_tensor_maps(). Of bfloat16 a box is two halves of a
 //           row, and slower than cp.async (docs/kernels/sparse_decode.md).
 #pragma once
 

@@ -1,6 +1,6 @@
 // Step 4, sparse_decode on Hopper, draft tokens: a tile of tokens of one request and KV head walks
 // the union of their blocks, each block brought to shared memory once for all of them, and
-// multiplied by wgmma for each half of them that selected it.
+// multiplied by wgmma for each group of them that selected it.
 //
 //   of each token, over its own blocks: the running softmax of query_tile.cuh
 //

@@ -6,8 +6,8 @@
 //     m = max s;  p = exp(s - m);  l = sum p;  o = p V
 //   o (not normalised, bfloat16) and (m, l) go to the entry's slot; whoever finishes the token (the
 //   query-major kernel or the merge) weighs and adds its slots, so L2 gives them up last, and K and
-//   V first. No running softmax, no atomics: a slot's bits do not depend on the tile it was
-//   computed in.
+//   V of bfloat16 first, unless a long call's slots are more than it holds. No running softmax, no
+//   atomics: a slot's bits do not depend on the tile it was computed in.
 //
 // clang-format off
 // Grid      persistent, one CTA an SM; CTA i takes work item i, then draws: of short calls the
@@ -16,7 +16,8 @@
 //           consumer 0..2   0-11    152        every third tile, 64 / G tokens each: the tiles of
 //                                              the CTA's items, one after another, by turns
 //           K/V producer    12      56         draws items; one box a K block, one a V block
-//           q producers     13-15   56         warp 13 + w gathers tiles of consumer w, a box a token
+//           q producers     13-15   56         warp 13 + w gathers tiles of consumer w, a box a
+//                                              token
 // Shared    name      layout                                              bytes
 //           k         2 stages [half of d][128 tokens][64 d]              65,536   128-byte swizzle
 //           v         2 stages, the same                                  65,536
@@ -25,8 +26,9 @@
 // Barriers  name      arrivals                   who arrives            who waits
 //           item_full 1                          K/V producer           consumers, q producers
 //           item_empty 3                         q producers            K/V producer
-//           first_tiles 3                        q producers, once      K/V producer: the first
-//                                                tiles' copies go before the second item's
+//           first_tiles 3                        q producers, once      K/V producer, of bfloat16:
+//                                                the first tiles' copies go before the second
+//                                                item's
 //           k_full    1 + bytes of a block       K/V producer           consumers
 //           v_full    1 + bytes of a block       K/V producer           consumers
 //           k_empty   12 = 3 consumers * 4 warps each consumer warp     K/V producer
@@ -36,8 +38,8 @@
 //           named 1   384                        all consumers, in masked blocks
 //           A consumer waits for every k_full and v_full in turn, also of items that leave it no
 //           tile: a parity wait tolerates a lag of one phase.
-// Timeline  consumer: wait K, q | S = Q K^T | q_empty, k_empty | softmax | wait V | O = P V | v_empty
-//           | store | next tile; k_empty and v_empty after its last tile of the item
+// Timeline  consumer: wait K, q | S = Q K^T | q_empty, k_empty | softmax | wait V | O = P V |
+//           v_empty | store | next tile; k_empty and v_empty after its last tile of the item
 //           the three consumers are out of step, in two items at a time: one's softmax runs under
 //           another's products
 // FP8       the K/V producer brings the pages into their own blocks (prefill_fp8_page.cuh), and

@@ -91,7 +91,7 @@ struct KVBlockParams {
   const WorkItem* work_items;
   const int32_t* item_range;  // [2]: the work items of this round
   int32_t* item_tickets;      // [1]: how many of them CTAs have drawn beyond their first
-  const int32_t* used_slots;  // [1], of the call; null where L2 holds a call's partial results
+  const int32_t* used_slots;  // [1], of the call; null in short calls, which do not count them
   int32_t kept_slots;         // that L2 holds
   int32_t max_items;          // in memory
   int32_t round;

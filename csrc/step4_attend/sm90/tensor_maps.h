@@ -22,8 +22,8 @@ inline CUtensorMap make_q_map(const AttendParams& params, const ExecContext& con
                                   {head_bytes, 128, 16, token_bytes}, {64, group, 1, 1, 1});
 }
 
-// A box is a block of one KV head, or `tokens` of it: half of d after half of bfloat16, whole rows
-// of FP8.
+// A box is a block of one KV head: half of d after half of bfloat16; of FP8 whole rows, of `tokens`
+// of it.
 inline CUtensorMap make_kv_map(const PagedView& cache, const AttendParams& params,
                                const ExecContext& context, uint32_t tokens = kBlock) {
   const auto heads = static_cast<uint64_t>(params.num_kv_heads);
@@ -39,7 +39,7 @@ inline CUtensorMap make_kv_map(const PagedView& cache, const AttendParams& param
       context.op, cache.data, {64, kBlock, 2, heads, pages},
       {static_cast<uint64_t>(cache.token_stride) * 2, 128,
        static_cast<uint64_t>(cache.head_stride) * 2, static_cast<uint64_t>(cache.page_stride) * 2},
-      {64, tokens, 2, 1, 1});
+      {64, kBlock, 2, 1, 1});
 }
 
 }  // namespace msa
