@@ -20,23 +20,12 @@ BATCHES = {
 }
 """name -> (query tokens, length) of each request"""
 
-
-@pytest.fixture(params=LENGTHS)
-def length(request):
-    return request.param
+pytestmark = pytest.mark.parametrize("length", LENGTHS)
 
 
 def make(batch, device, cache=torch.bfloat16):
-    case = make_case(
-        BATCHES[batch],
-        hq=16,
-        hkv=2,
-        dtype=torch.bfloat16,
-        cache_dtype=cache,
-        index_dtype=cache,
-        device=device,
-    )
-    return case
+    dtypes = dict(dtype=torch.bfloat16, cache_dtype=cache, index_dtype=cache)
+    return make_case(BATCHES[batch], hq=16, hkv=2, device=device, **dtypes)
 
 
 def without_a_request(case, length):

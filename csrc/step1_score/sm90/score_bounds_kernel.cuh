@@ -94,14 +94,6 @@ __device__ __forceinline__ void produce_bound_pages(const BoundWork& work, const
   }
 }
 
-// The largest of both rows of four lanes, in order: the even lanes get that of the lower one.
-__device__ __forceinline__ int32_t largest_of_two_rows(const int32_t (&best)[2]) {
-  const bool odd = threadIdx.x & 1;
-  const int32_t largest =
-      max(odd ? best[1] : best[0], __shfl_xor_sync(kAllLanes, odd ? best[0] : best[1], 1));
-  return max(largest, __shfl_xor_sync(kAllLanes, largest, 2));
-}
-
 // The score of bits that were brought into the order of signed numbers.
 __device__ __forceinline__ float score_of_order(int32_t order) {
   return __int_as_float(order < 0 ? order ^ 0x7fffffff : order);
@@ -144,7 +136,7 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
   bool is_last = false;         // of the tile in this piece
   const auto finish_page = [&] {
     if (block < 0) return;
-    const float score = score_of_order(largest_of_two_rows(best));
+    const float score = score_of_order(best_of_quad<LargestSigned>(best));
     const uint32_t bound =
         error >= 0.0f ? score_key(upper_bound(score, error)) : score_key(-INFINITY);
     const int32_t place = block & (kBoundGroup - 1);

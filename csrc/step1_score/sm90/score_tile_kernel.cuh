@@ -249,24 +249,27 @@ __device__ __forceinline__ void best_of_columns(const msa::sm90::Accumulator& va
   }
 }
 
-// The best of a row: in the even lanes of four that of their lower one, in the odd ones of the
-// upper.
+// Two rows of four lanes, `best` of which a lane has seen: the even lanes get that of the lower
+// row, the odd ones that of the upper.
 template <typename Best>
-__device__ __forceinline__ int32_t best_of_quad(const msa::sm90::Accumulator& values) {
+__device__ __forceinline__ int32_t best_of_quad(const int32_t (&best)[2]) {
   const bool odd = threadIdx.x & 1;
-  int32_t low, high;
-  best_of_columns<Best>(values, low, high);
-  const int32_t best = Best::of(odd ? high : low, __shfl_xor_sync(kAllLanes, odd ? low : high, 1));
-  return Best::of(best, __shfl_xor_sync(kAllLanes, best, 2));
+  const int32_t own =
+      Best::of(odd ? best[1] : best[0], __shfl_xor_sync(kAllLanes, odd ? best[0] : best[1], 1));
+  return Best::of(own, __shfl_xor_sync(kAllLanes, own, 2));
 }
 
+// The same of an accumulator, as scores.
 __device__ __forceinline__ float largest_of_quad(const msa::sm90::Accumulator& values) {
-  int32_t best = best_of_quad<LargestSigned>(values);
-  if (__any_sync(kAllLanes, best < 0)) {
-    const int32_t negative = best_of_quad<SmallestUnsigned>(values);
-    best = best < 0 ? negative : best;
+  int32_t best[2];
+  best_of_columns<LargestSigned>(values, best[0], best[1]);
+  int32_t largest = best_of_quad<LargestSigned>(best);
+  if (__any_sync(kAllLanes, largest < 0)) {
+    best_of_columns<SmallestUnsigned>(values, best[0], best[1]);
+    const int32_t negative = best_of_quad<SmallestUnsigned>(best);
+    largest = largest < 0 ? negative : largest;
   }
-  return __int_as_float(best);
+  return __int_as_float(largest);
 }
 
 // Four rows of four lanes, `best` of which a lane has seen: each lane gets that of one row.

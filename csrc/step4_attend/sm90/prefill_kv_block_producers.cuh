@@ -111,8 +111,11 @@ __device__ __forceinline__ void produce_kv(const KVBlockParams& params, const CU
   RingPosition<kKVStages> ring;
   // A block is read once, or by neighbours at a time: the partial results are what to keep. But
   // where they are more than L2 holds anyway, K and V that go first are read again from memory.
-  const bool keep = params.used_slots != nullptr && *params.used_slots > params.kept_slots;
-  const uint64_t policy = keep ? evict_normal_policy() : evict_first_policy();
+  uint64_t policy = 0;
+  if constexpr (!kIsFp8<kCache>) {
+    const bool keep = params.used_slots != nullptr && *params.used_slots > params.kept_slots;
+    policy = keep ? evict_normal_policy() : evict_first_policy();
+  }
   for (bool first = true;; first = false) {
     barrier_wait(&shared.item_full[place.stage], place.phase);
     const WorkItem& item = shared.items[place.stage];
