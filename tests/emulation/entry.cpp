@@ -47,10 +47,14 @@ struct Arguments {
   }
 };
 
-// Filled with garbage.
+// Garbage: numbers that rise, so that what nobody wrote passes for a range.
 class Workspace {
  public:
-  explicit Workspace(int64_t bytes) : bytes_(bytes + kAlignment, 0xcd) {}
+  explicit Workspace(int64_t bytes) : bytes_(bytes + kAlignment) {
+    for (size_t i = 0; i < bytes_.size(); ++i) {
+      bytes_[i] = static_cast<uint8_t>((0x4dcd0000 + i / 4) >> i % 4 * 8);
+    }
+  }
   void* data() const {
     const auto address = reinterpret_cast<uintptr_t>(bytes_.data());
     return reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
