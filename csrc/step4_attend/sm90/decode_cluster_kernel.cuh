@@ -27,7 +27,8 @@
 //           read; 2nd: P and V are there, the maxima have been read.
 //           cluster  arrive at the start, wait before the first send: every CTA has started.
 //           arrived  1 arrival, and the bytes of all parts of this CTA's rows. Nobody touches the
-//                    memory of a CTA after that, so CTAs end when they like.
+//                    memory of a CTA after that, so CTAs end when they like. Not of a CTA alone:
+//                    __syncthreads behind its stores.
 // Unseen    as in the walk, but V of a slice that does not count is zeroed: all multiply it by 0.
 // Order     a CTA's rounds, in them the slices of even warps and those of odd ones, ascending;
 //           then even + odd; then splits, ascending.
@@ -259,7 +260,9 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0);
   const int group = static_cast<int>(attend.group_size), splits = params.decode.splits;
   const int own_rows = min(params.rows, max(0, group - split * params.rows));
-  if (threadIdx.x == 0) {
+  // A cluster of one CTA has nobody to send to. Four warps are never alone: their cut has parts.
+  const bool alone = kWarps == 8 && splits == 1;
+  if (threadIdx.x == 0 && !alone) {
     hopper::barrier_init(&shared.arrived, 1);
     hopper::fence_barrier_init();
     hopper::barrier_arrive_expect(&shared.arrived,
@@ -338,6 +341,13 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
   }
   start_next_kernel();
 
+  const auto deliver = [&](auto* place, const auto& value, int owner, uint32_t arrived) {
+    if (alone) {
+      *place = value;
+    } else {
+      hopper::cluster_send(hopper::cluster_address(shared_address(place), owner), value, arrived);
+    }
+  };
   hopper::cluster_wait();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -349,19 +359,16 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
 #pragma unroll
     for (int vector = 0; vector < rows.kVectors; ++vector) {
       const int columns = (warp * rows.kVectors + vector) * 4 + lane % 4;
-      hopper::cluster_send(
-          hopper::cluster_address(shared_address(&shared.inbox[place * 32 + columns]), owner),
-          rows.columns(vector, r), arrived);
+      deliver(&shared.inbox[place * 32 + columns], rows.columns(vector, r), owner, arrived);
     }
     if (warp == 0 && lane % 4 == 0) {
       const float sum = slices.count > 0 ? sum_of(shared.sums[row]) : 0.0f;
-      hopper::cluster_send(
-          hopper::cluster_address(shared_address(&shared.inbox_state[place]), owner),
-          make_float2(rows.maximum[r], sum), arrived);
+      deliver(&shared.inbox_state[place], make_float2(rows.maximum[r], sum), owner, arrived);
     }
   }
+  if (alone) __syncthreads();
   if (warp >= own_rows) return;
-  hopper::barrier_wait_cluster(&shared.arrived, 0);
+  if (!alone) hopper::barrier_wait_cluster(&shared.arrived, 0);
   for (int own = warp; own < own_rows; own += kWarps) {
     const auto state = [&](int part) { return shared.inbox_state[part * params.rows + own]; };
     const auto value = [&](int part) {
