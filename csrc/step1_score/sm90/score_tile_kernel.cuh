@@ -357,8 +357,9 @@ __device__ __forceinline__ void consume_pages(const ScoreWork& work,
         largest = largest < 0 ? negative : largest;
       }
       score = __int_as_float(largest);
-    } else if (lane == 0) {
-      barrier_arrive(&shared.empty[ring.stage]);
+    } else {
+      __syncwarp();  // all lanes have looked
+      if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
     }
     if (cursor.block < end) target[cursor.block * work.scores.block_stride] = score;
     ring.advance();

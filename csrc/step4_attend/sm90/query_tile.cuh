@@ -479,8 +479,10 @@ __device__ __forceinline__ void attend_tile(const TileParams& params, Storage& s
       }
       if (lane == 0) barrier_arrive(&shared.v_empty[kv.stage]);
     } else {
+      __syncwarp();  // all lanes have read and waited before lane 0 arrives
       release_k();
       barrier_wait(&shared.v_full[kv.stage], kv.phase);
+      __syncwarp();
       if (lane == 0) barrier_arrive(&shared.v_empty[kv.stage]);
     }
     kv.advance();
