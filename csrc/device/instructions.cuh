@@ -77,6 +77,9 @@ __device__ __forceinline__ uint32_t add_zero_times(uint32_t pair, uint32_t sum) 
 
 // The value is computed here, not where it is first looked at.
 __device__ __forceinline__ void compute_here(float& value) { asm volatile("" : "+f"(value)); }
+__device__ __forceinline__ void compute_here(const void* address) {
+  asm volatile("" ::"l"(address));
+}
 
 // threadIdx.x % 32, read anew: the compiler keeps nothing that follows from it.
 __device__ __forceinline__ int read_lane() {

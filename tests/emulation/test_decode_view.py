@@ -29,3 +29,39 @@ def test_matches_reference(library, selection):
             assert [launch.kernel for launch in emulator.launched] == [
                 "msa_decode_view_sm80_kernel"
             ]
+
+
+@pytest.mark.parametrize("hkv", [1, 6])
+@pytest.mark.parametrize(
+    "columns", [slice(0, 1040), slice(0, 1037), slice(1, 1040), slice(0, 1040, 2)], ids=str
+)
+def test_tables(library, columns, hkv):
+    """More pages than a CTA copies, rows that are no vectors of 16 bytes or not contiguous;
+    requests of as many tokens as any other, or not."""
+    rng = torch.Generator().manual_seed(3)
+    requests, each, topk = 5, 3, 16
+    table = torch.randint(0, 9000, (requests, 1040), generator=rng).int()[:, columns]
+    max_pages = table.size(1)
+    seq_lens = torch.tensor([max_pages * 128 - 5, 40, 1025 * 128, max_pages * 128, 0]).int()
+    seq_lens = seq_lens.clamp(max=max_pages * 128)
+    for starts in (
+        torch.arange(requests + 1) * each,
+        torch.tensor([0, 1, 3, 6, 9, 15]),
+        torch.tensor([0, 9, 9, 12, 13, 13]),
+    ):
+        ids = torch.stack(
+            [
+                torch.randperm(max_pages, generator=rng)[:topk].sort().values
+                for _ in range(hkv * requests * each)
+            ]
+        )
+        ids = ids.view(hkv, -1, topk)
+        ids[:, ::3] = ids[:, ::3].flip(-1)
+        table[0, ids[0, 0, :2]] = torch.tensor([-1, 9000]).int()
+        for dtype in (torch.int32, torch.int64):
+            args = (ids.to(dtype), table, starts.int(), seq_lens, 9000, 2 * hkv, 2)
+            emulator = Emulator(library, seed=1, ctas_at_once=2)
+            for got, want in zip(
+                emulator.decode_view(*args), reference.decode_view(*args), strict=True
+            ):
+                assert torch.equal(got, want)

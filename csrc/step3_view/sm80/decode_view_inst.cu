@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "device/dependent_launch.cuh"
 #include "step3_view/sm80/decode_view_kernel.cuh"
 
@@ -6,11 +8,12 @@ namespace msa {
 namespace sm80 = decode_view::sm80;
 
 void run_decode_view(const DecodeViewParams& params, const ExecContext& context) {
-  const int64_t rows = params.batch.num_tokens * params.ids.num_heads;
+  const int64_t heads = params.ids.num_heads, warps = std::min<int64_t>(heads, sm80::kWarps);
+  const dim3 grid(static_cast<unsigned>(params.batch.num_tokens),
+                  static_cast<unsigned>((heads + warps - 1) / warps));
   launch_portable<sm80::msa_decode_view_sm80_kernel>(
-      context, "launching msa_decode_view_sm80_kernel",
-      dim3(static_cast<unsigned>((rows + sm80::kWarps - 1) / sm80::kWarps)), sm80::kWarps * 32, 0,
-      params, tokens_of_each(params.batch));
+      context, "launching msa_decode_view_sm80_kernel", grid, static_cast<int>(warps * 32),
+      sm80::kSharedBytes, params, sm80::inverse_of(tokens_of_each(params.batch)));
 }
 
 }  // namespace msa

@@ -5,11 +5,14 @@
 //
 // Left out of a row: entries of ids that count nothing, and blocks on a page outside the cache.
 //
-// Grid      a warp a row, kWarps rows a CTA.
+// Grid      T x ceil(Hkv / kWarps), CTAs of up to kWarps warps, a warp a row.
 // Roles     all warps alike; lane k holds entry k of the row's ids (K <= 32).
-// Shared    none.  Barriers  none.
-// Timeline  position of the token, and its ids beside it | pages | ranks by shuffles | store
-//           Three dependent loads: latency is all that it costs.
+// Shared    table  the first kTablePages pages of the request that the token is probably of  4,096
+// Barriers  __syncthreads: the table is there.
+// Timeline  table, position by the same guess, ids: none waits for another | pages, from the table
+//           | store. Latency is all that it costs. Pages further on, and those of tables whose rows
+//           are no 16-byte vectors, are loaded behind the ids; all of them again where the guess
+//           was wrong. Ids come ascending as a rule: ranks are counted only where they do not.
 // Limits    K <= 32; view pages fit int32 (checked on the host).
 #pragma once
 
@@ -17,51 +20,121 @@
 
 #include "device/common.cuh"
 #include "device/dependent_launch.cuh"
+#include "device/instructions.cuh"
 #include "device/positions.cuh"
+#include "device/shared_memory.cuh"
+#include "device/sm80_async_copy.cuh"
 #include "step3_view/decode_view_params.h"
 
 namespace msa::decode_view::sm80 {
 
 constexpr int kWarps = 4;
+constexpr uint32_t kTablePages = 1024;  // of 131,072 tokens
+constexpr int kSharedBytes = kTablePages * sizeof(int32_t);
+constexpr int kInverseShift = 31;
+
+// Of `each` tokens a request, token t is probably of request t * inverse >> kInverseShift.
+inline uint32_t inverse_of(int32_t each) {
+  return static_cast<uint32_t>(((int64_t{1} << kInverseShift) + each - 1) / each);
+}
 
 __global__ void __launch_bounds__(kWarps * 32)
     msa_decode_view_sm80_kernel(const __grid_constant__ DecodeViewParams params,
-                                int32_t tokens_each) {
+                                uint32_t inverse_each) {
+  constexpr uint32_t kNone = 0x7fffffff, kVector = 4;
+  extern __shared__ __align__(16) uint8_t shared_memory[];
+  auto* const table = reinterpret_cast<int32_t*>(shared_memory);
+  const BatchView& batch = params.batch;
+  const IdsView& ids = params.ids;
   const int lane = threadIdx.x % 32;
-  const int64_t heads = params.ids.num_heads;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  if (row >= params.batch.num_tokens * heads) return;
-  const int64_t token = row / heads, head = row % heads;
-  const int topk = static_cast<int>(params.ids.topk);
+  const auto token = static_cast<int32_t>(blockIdx.x);
+  const auto head = static_cast<int32_t>(blockIdx.y * kWarps + threadIdx.x / 32);
+  const bool has_entry =
+      head < static_cast<int32_t>(ids.num_heads) && lane < static_cast<int32_t>(ids.topk);
+  const auto num_requests = static_cast<int32_t>(batch.num_requests);
+  const auto max_pages = static_cast<uint32_t>(batch.max_pages);
+  const bool is_wide = ids.dtype == DType::kInt64, guesses = num_requests > 0;
   wait_for_previous_kernel();
+  start_next_kernel();
 
-  const int64_t id = lane < topk ? load_id(params.ids, head, token, lane) : -1;
-  const TokenPosition position =
-      find_position_by_warp(params.batch, static_cast<int32_t>(token), tokens_each);
-  const int32_t visible = position.request < 0 ? 0 : visible_blocks(params.batch, position.pos);
+  // The first __syncwarp() keeps the compiler from looking at the id before the loads above it are
+  // under way, the second from waiting for the copies there.
+  PositionGuess guess;
+  guess.request =
+      min(static_cast<int32_t>(static_cast<uint64_t>(blockIdx.x) * inverse_each >> kInverseShift),
+          num_requests - 1);
+  const int32_t* const pages = batch.block_table + guess.request * batch.table_row_stride;
+  uint32_t copied = 0;
+  if (guesses && batch.table_col_stride == 1 && reinterpret_cast<uintptr_t>(pages) % 16 == 0) {
+    copied = min(max_pages, kTablePages) / kVector * kVector;
+  }
+  for (uint32_t i = threadIdx.x * kVector; i < copied; i += blockDim.x * kVector) {
+    copy_async_16(shared_address(table + i), pages + i);
+  }
+  commit_async_copies();
+  const int32_t* const first = batch.cu_seqlens_q + guess.request * batch.cu_seqlens_stride;
+  load_if(guesses, batch.seq_lens + guess.request * batch.seq_lens_stride, guess.length);
+  load_if(guesses, first, guess.begin);
+  load_if(guesses, first + batch.cu_seqlens_stride, guess.end);
+  load_if(guesses, batch.cu_seqlens_q + num_requests * batch.cu_seqlens_stride, guess.total);
+  __syncwarp();
+  LoadingId id;
+  const int32_t* const words =
+      static_cast<const int32_t*>(ids.data) +
+      ((head * ids.head_stride + token * ids.token_stride + lane * ids.slot_stride)
+       << (is_wide ? 1 : 0));
+  load_if(has_entry && is_wide, words + 1, id.high);
+  load_if(has_entry, words, id.low);
+  const int64_t row = token * ids.num_heads + head;
+  int32_t* entry =
+      params.page_table + row * params.table_row_stride + lane * params.table_entry_stride;
+  int32_t* const kv_len = params.kv_lens + row * params.kv_lens_stride;
+  compute_here(entry);
+  compute_here(kv_len);
+
+  // The page by the guess, of an id that may be none.
+  const auto block = static_cast<uint32_t>(id.low);
   int32_t page = -1;
-  if (lane < visible && id >= 0 && id < visible) {
-    page = page_of(params.batch, position.request, id);
-  }
-  const bool listed = page >= 0 && page < params.num_pages;
+  load_if(guesses && block >= copied && block < max_pages, pages + block * batch.table_col_stride,
+          page);
+  __syncwarp();
+  wait_async_copies<0>();
+  __syncthreads();
+  if (block < copied) page = table[block];
 
-  // Equal blocks keep their order. What is left out ranks behind everything listed.
-  const int32_t block = listed ? static_cast<int32_t>(id) : 0x7fffffff;
-  int rank = 0;
-  for (int other = 0; other < topk; ++other) {
-    const int32_t other_block = __shfl_sync(kAllLanes, block, other);
-    rank += other_block < block || (other_block == block && other < lane);
+  guess.length = max(guess.length, 0);
+  TokenPosition position{guess.request, guess.length - (guess.end - token)};
+  const bool is_right = guess.begin <= token && token < guess.end;
+  if (!is_right) position = find_position_by_warp(batch, token, guess);
+  const uint32_t visible =
+      position.pos < 0 ? 0 : min(static_cast<uint32_t>(position.pos) / kBlock + 1, max_pages);
+  const bool counts =
+      lane < static_cast<int32_t>(visible) && block < visible && (!is_wide || id.high == 0);
+  if (!is_right) page = counts ? page_of(batch, position.request, block) : -1;
+  const bool listed = counts && page >= 0 && page < params.num_pages;
+
+  // Ranks are lanes where what is listed stands first, ascending. Equal blocks keep their order.
+  const uint32_t before = __shfl_up_sync(kAllLanes, counts ? block : kNone, 1);
+  const uint32_t listing = __ballot_sync(kAllLanes, listed);
+  const bool falls = listed && lane > 0 && before > block;
+  int32_t rank = lane;
+  if (__any_sync(kAllLanes, falls) || (listing & (listing + 1)) != 0) {
+    const uint32_t key = listed ? block : kNone;
+    rank = 0;
+#pragma unroll 1
+    for (int other = 0; other < 32; ++other) {
+      const uint32_t other_key = __shfl_sync(kAllLanes, key, other);
+      rank += other_key < key || (other_key == key && other < lane);
+    }
+    entry += (rank - lane) * params.table_entry_stride;
   }
-  const int count = __popc(__ballot_sync(kAllLanes, listed));
-  if (lane < topk) {
-    params.page_table[row * params.table_row_stride + rank * params.table_entry_stride] =
-        listed ? static_cast<int32_t>(page * params.page_step + head * params.head_step) : 0;
+  if (!has_entry) return;
+  *entry = listed ? static_cast<int32_t>(page * params.page_step + head * params.head_step) : 0;
+  if (rank == max(__popc(listing) - 1, 0)) {
+    const int32_t last_tokens =
+        min(kBlock, position.pos + 1 - static_cast<int32_t>(block) * kBlock);
+    *kv_len = listed ? rank * kBlock + last_tokens : 0;
   }
-  if (listed && rank == count - 1) {
-    const int32_t last_tokens = min(kBlock, position.pos - block * kBlock + 1);
-    params.kv_lens[row * params.kv_lens_stride] = (count - 1) * kBlock + last_tokens;
-  }
-  if (count == 0 && lane == 0) params.kv_lens[row * params.kv_lens_stride] = 0;
 }
 
 }  // namespace msa::decode_view::sm80
