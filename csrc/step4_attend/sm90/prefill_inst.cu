@@ -237,8 +237,7 @@ void run(const SparseAttendParams& params, const ExecContext& context) {
         plan,
         round,
         params.k_scale,
-        plan.sizes.short_call ? static_cast<int32_t>(params.ids.topk) : 0,
-        params.batch_invariant};
+        plan.sizes.short_call ? static_cast<int32_t>(params.ids.topk) : 0};
     if (plan.sizes.query_major) {
       launch_dependent(context.op, "launching the query-major kernel", query_block_kernel,
                        tile_ctas, prefill::kThreads, kTileSharedBytes, stream, finish, q_map, k_map,

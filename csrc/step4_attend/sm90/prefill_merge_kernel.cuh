@@ -7,9 +7,10 @@
 // A batch of slots at a time, running: M grows, and the sums shrink with it. Bound by memory: every
 // slot is read once. In short calls a token has K places for its slots, so that they are read
 // beside its count, which says how many hold anything.
-// Grid      persistent, a CTA 8 or 16 rows (token, g) of a tile and turn, a warp 1 or 2 chunks of
-//           32 columns of 8 rows, a lane a quarter of that of one, in the order the partials were
-//           stored in: 16-byte loads, 512 contiguous bytes a warp.
+// Grid      persistent, a CTA 8 rows (token, g) of a tile and turn, a warp a chunk of 32 of their
+//           columns, a lane a quarter of that of one row, in the order the partials were stored in:
+//           16-byte loads, 512 contiguous bytes a warp. 8 slots in flight a warp and 6 CTAs an SM,
+//           so that some warps load while others add.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -39,11 +40,12 @@ struct FinishParams : TileParams {
   int32_t round;        // the tiles that this launch finishes
   ScaleView k_scale;    // of FP8 caches
   int32_t fixed_slots;  // places of each (head, token) in a short call, K of them; else 0
-  bool batch_invariant;
 };
 
-constexpr int kMergeWarps = 4;
-constexpr int kMergeCtas = 4;  // on an SM
+constexpr int kMergeWarps = 4;  // one a chunk of 32 columns
+constexpr int kMergeCtas = 6;   // on an SM
+constexpr int kMergeBatch = 8;  // slots whose loads are in flight together; shows in the bits
+static_assert(kMergeWarps * 32 == kHeadDim);
 
 // Of four lanes with four words each, lane q gets word q of all of them, in the order of the lanes.
 __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], int quad) {
@@ -97,11 +99,12 @@ __device__ __forceinline__ float normaliser(const TileParams& params, int32_t he
   }
 }
 
-// Eight rows of a head, the first of them `first_row`, and kChunks chunks of their columns, by a
-// warp; row = token * G + g. The loads of kBatch slots are in flight together.
-template <DType kCache, int kChunks, int kBatch>
+// Eight rows of a head, the first of them `first_row`, and a chunk of their columns, by a warp;
+// row = token * G + g.
+template <DType kCache>
 __device__ __forceinline__ void merge_rows(const FinishParams& params, int64_t head,
-                                           int32_t first_row, int32_t first_chunk) {
+                                           int32_t first_row, int32_t chunk) {
+  constexpr int kBatch = kMergeBatch;
   const PrefillPlan& plan = params.plan;
   const int lane = threadIdx.x % 32, quad = lane % 4, group = 1 << params.log_group;
   const int32_t row = first_row + lane / 4;
@@ -131,21 +134,17 @@ __device__ __forceinline__ void merge_rows(const FinishParams& params, int64_t h
       reinterpret_cast<const uint8_t*>(params.partials.out) + int64_t{warp_slot} * slot_bytes;
   const uint32_t chunk_bytes = min(group, 8) * 64;
   const uint32_t partial = (first_slot - warp_slot) * slot_bytes + g / 8 * (8 * 2 * kHeadDim) +
-                           first_chunk * chunk_bytes + (g % 8 * 4 + quad) * 16;
+                           chunk * chunk_bytes + (g % 8 * 4 + quad) * 16;
   float largest = -INFINITY, reference = 0.0f, total = 0.0f;
-  float sums[kChunks * 8] = {};
+  float sums[8] = {};
 #pragma unroll 1
   for (int first = 0; first < most; first += kBatch) {
-    uint4 bits[kBatch][kChunks];
+    uint4 bits[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       if (first + i < limit) {
         const uint32_t slot = partial + (first + i) * slot_bytes;
-#pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-          bits[i][chunk] =
-              __ldcs(reinterpret_cast<const uint4*>(slots + (slot + chunk * chunk_bytes)));
-        }
+        bits[i] = __ldcs(reinterpret_cast<const uint4*>(slots + slot));
       }
     }
     const float before = largest;
@@ -181,15 +180,11 @@ __device__ __forceinline__ void merge_rows(const FinishParams& params, int64_t h
     for (int i = 0; i < kBatch; ++i) {
       const float weight = __shfl_sync(kAllLanes, weights[i / 4], i % 4, 4);
       if (first + i >= count) continue;
+      const uint32_t words[4] = {bits[i].x, bits[i].y, bits[i].z, bits[i].w};
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        const uint32_t words[4] = {bits[i][chunk].x, bits[i][chunk].y, bits[i][chunk].z,
-                                   bits[i][chunk].w};
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          sums[chunk * 8 + 2 * n] += weight * __uint_as_float(words[n] << 16);
-          sums[chunk * 8 + 2 * n + 1] += weight * __uint_as_float(words[n] & 0xffff0000u);
-        }
+      for (int n = 0; n < 4; ++n) {
+        sums[2 * n] += weight * __uint_as_float(words[n] << 16);
+        sums[2 * n + 1] += weight * __uint_as_float(words[n] & 0xffff0000u);
       }
     }
   }
@@ -200,38 +195,35 @@ __device__ __forceinline__ void merge_rows(const FinishParams& params, int64_t h
   const int64_t q_head = (head << params.log_group) + g;
   __nv_bfloat16* out = static_cast<__nv_bfloat16*>(params.out.data) +
                        token * params.out.token_stride + q_head * params.out.head_stride;
+  uint32_t words[4];
 #pragma unroll
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-    uint32_t words[4];
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(sums[chunk * 8 + 2 * n] * normalise,
-                                                        sums[chunk * 8 + 2 * n + 1] * normalise);
-      words[n] = *reinterpret_cast<const uint32_t*>(&pair);
-    }
-    transpose_quad(words, quad);
-    if (mine) {
-      *reinterpret_cast<uint4*>(out + (first_chunk + chunk) * 32 + quad * 8) =
-          make_uint4(words[0], words[1], words[2], words[3]);
-    }
+  for (int n = 0; n < 4; ++n) {
+    const __nv_bfloat162 pair =
+        __floats2bfloat162_rn(sums[2 * n] * normalise, sums[2 * n + 1] * normalise);
+    words[n] = *reinterpret_cast<const uint32_t*>(&pair);
   }
-  if (mine && quad == 0 && first_chunk == 0 && params.lse.data != nullptr) {
+  transpose_quad(words, quad);
+  if (mine) {
+    *reinterpret_cast<uint4*>(out + chunk * 32 + quad * 8) =
+        make_uint4(words[0], words[1], words[2], words[3]);
+  }
+  if (mine && quad == 0 && chunk == 0 && params.lse.data != nullptr) {
     constexpr float kLn2 = 0.69314718055994530942f;
     params.lse.data[token * params.lse.token_stride + q_head * params.lse.head_stride] =
         total == 0.0f ? -INFINITY : (reference + log2f(total)) * kLn2;
   }
 }
 
-// Calls merge(head, first row, which of the warps that share it) for the units of this launch.
-template <int kSharing, typename Merge>
-__device__ __forceinline__ void for_merge_rows(const FinishParams& params, const Merge& merge) {
-  constexpr uint32_t kRows = kMergeWarps / kSharing * 8;
+template <DType kCache>
+__global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtas)
+    msa_sparse_prefill_merge_sm90_kernel(const __grid_constant__ FinishParams params) {
+  constexpr uint32_t kRows = 8;  // of a unit
+  wait_for_previous_kernel();
   const PrefillPlan& plan = params.plan;
   const auto tiles = static_cast<uint32_t>(plan.sizes.tiles);
   const auto tile_tokens = static_cast<uint32_t>(plan.sizes.tile_tokens);
   const uint32_t rows = tile_tokens << params.log_group;
   const uint32_t parts = (rows + kRows - 1) / kRows;  // of a tile
-  const uint32_t warp = threadIdx.x / 32;
   // Short calls have no tile arrays.
   const bool all_tiles = !plan.sizes.query_major && plan.sizes.rounds == 1;
   for_units(
@@ -241,26 +233,9 @@ __device__ __forceinline__ void for_merge_rows(const FinishParams& params, const
       },
       [&](uint32_t unit) {
         const uint32_t tile = unit / parts;
-        const uint32_t row = unit % parts * kRows + warp / kSharing * 8;
-        if (row < rows) merge(tile / tiles, tile % tiles * rows + row, warp % kSharing);
+        merge_rows<kCache>(params, tile / tiles, tile % tiles * rows + unit % parts * kRows,
+                           static_cast<int32_t>(threadIdx.x / 32));
       });
-}
-
-template <DType kCache>
-__global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtas)
-    msa_sparse_prefill_merge_sm90_kernel(const __grid_constant__ FinishParams params) {
-  wait_for_previous_kernel();
-  // Short calls gain by more loads of fewer columns in flight. How many slots are summed at a time
-  // shows in the bits: not where these must be those of a long call.
-  if (params.fixed_slots > 0 && !params.batch_invariant) {
-    for_merge_rows<4>(params, [&](uint32_t head, uint32_t row, uint32_t part) {
-      merge_rows<kCache, 1, 16>(params, head, row, part);
-    });
-  } else {
-    for_merge_rows<2>(params, [&](uint32_t head, uint32_t row, uint32_t part) {
-      merge_rows<kCache, 2, 8>(params, head, row, part * 2);
-    });
-  }
 }
 
 }  // namespace msa::sparse_prefill::sm90
