@@ -65,7 +65,17 @@ __device__ __forceinline__ PositionGuess guess_position(const BatchView& batch, 
           seq_len_of(batch, request), first_token_of(batch, num_requests)};
 }
 
-// The same as find_position() by a whole warp for one token, in few dependent loads: the guess is
+// The same as find_position(), where the guess is right in no more loads.
+__device__ __forceinline__ TokenPosition find_position(const BatchView& batch, int32_t token,
+                                                       const PositionGuess& guess) {
+  if (token >= guess.total) return {-1, -1};
+  if (guess.begin <= token && token < guess.end) {
+    return {guess.request, guess.length - (guess.end - token)};
+  }
+  return find_position(batch, token);
+}
+
+// The same by a whole warp for one token, in few dependent loads: the guess is
 // looked at first; else the lanes cut the range in 33 a turn.
 __device__ __forceinline__ TokenPosition find_position_by_warp(const BatchView& batch,
                                                                int32_t token,

@@ -13,6 +13,8 @@ constexpr int64_t kMaxClusterSplits = 16;  // parts of a row that merge in a clu
 constexpr int64_t kMaxSplits = 128;        // parts of a row that merge by a second launch
 constexpr int kMaxDraftGroups = 2;         // of a tile of draft tokens: kGroupRows rows each
 constexpr int kGroupEntries = 128;         // (token, k) of such a group
+constexpr int kMaxDraftEntries = 128;      // (token, k) of a tile that goes KV-block-major,
+constexpr int kMinDraftParts = 2;          // and the fewest CTAs that share its blocks
 
 // What the kernels of sparse_decode and paged_decode take.
 struct DecodeParams {
@@ -98,5 +100,10 @@ void run_decode_stream(const DecodeParams& params, const ExecContext& context, b
 void run_decode_pairs(const DecodeParams& params, const ExecContext& context);
 // sm90/, sparse_decode over bfloat16 caches that fits_tensor_maps(): tiles of a request's tokens.
 void run_decode_tiles(const DecodeParams& params, const ExecContext& context);
+// sm90/, the same caches, KV-block-major: each block of a tile's tokens to one of several CTAs, then
+// a merge. False, and nothing cut, where the call is not so small that the machine has them.
+bool deal_draft_blocks(DecodeParams& params, const ExecContext& context);
+void run_decode_blocks(const DecodeParams& params, const ExecContext& context);
+int64_t decode_blocks_workspace_bytes(const DecodeParams& params);
 
 }  // namespace msa

@@ -26,6 +26,7 @@ SOURCES = (
     CSRC / "step4_attend/sm90/prefill_inst.cu",
     CSRC / "step3_view/sm80/decode_view_inst.cu",
     CSRC / "step4_attend/sm80/decode_inst.cu",
+    CSRC / "step4_attend/sm90/decode_block_inst.cu",
     CSRC / "step4_attend/sm90/decode_cluster_inst.cu",
     CSRC / "step4_attend/sm90/decode_pair_inst.cu",
     CSRC / "step4_attend/sm90/decode_stream_inst.cu",

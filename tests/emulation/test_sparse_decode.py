@@ -23,6 +23,7 @@ from tests.tolerance import assert_attention
 CACHES = [torch.bfloat16, FP8]
 WALK, MERGE = "msa_decode_sm80_kernel", "msa_decode_merge_sm80_kernel"
 CLUSTER, PAIR = "msa_decode_cluster_sm90_kernel", "msa_decode_pair_sm90_kernel"
+BLOCK_MAJOR, BLOCK_MERGE = "msa_decode_block_sm90_kernel", "msa_decode_block_merge_sm90_kernel"
 TILE, STREAM = "msa_decode_tile_sm90_kernel", "msa_decode_stream_sm90_kernel"
 
 FEW = [(1, 9 * BLOCK + 70), (4, 300), (0, 500), (1, 7), (2, 1)]
@@ -54,6 +55,12 @@ WAYS = {
     "one_cta": Way(FEW, 6, 2, 22, both((CLUSTER, 256, 1))),
     "walk": Way(FEW, 6, 2, 3, both((WALK, 128, 0), (MERGE, 128, 0))),
     "one_split": Way(FEW, 6, 6, 3, {torch.bfloat16: [(WALK, 128, 0)], FP8: [(STREAM, 128, 0)]}),
+    "blocks": Way(
+        DRAFTS, 4, 2, 132, {torch.bfloat16: [(BLOCK_MAJOR, 288, 0), (BLOCK_MERGE, 128, 0)]}
+    ),
+    "blocks_of_two_groups": Way(
+        MORE_DRAFTS, 4, 2, 20, {torch.bfloat16: [(BLOCK_MAJOR, 288, 0), (BLOCK_MERGE, 128, 0)]}
+    ),
     "pairs": Way(DRAFTS, 4, 12, 132, {torch.bfloat16: [(PAIR, 256, 0)], FP8: [(PAIR, 128, 0)]}),
     "many_pairs": Way(DRAFTS, 4, 13, 132, both((PAIR, 128, 0))),
     "tiles": Way(DRAFTS, 4, 30, 132, {torch.bfloat16: [(TILE, 384, 0)]}),
@@ -109,7 +116,7 @@ def test_orders(library, cache, way):
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 16])
-@each_way("many_pairs", "tiles", "narrow_tiles")
+@each_way("many_pairs", "tiles", "narrow_tiles", "blocks", "blocks_of_two_groups")
 def test_groups(library, cache, way, group):
     check(library, make(way, cache, group), way, seed=group)
 

@@ -10,7 +10,7 @@ namespace {
 
 namespace sm80 = decode::sm80;
 
-enum class Way { kPortable, kCluster, kStream, kPairs, kTiles };
+enum class Way { kPortable, kCluster, kStream, kPairs, kTiles, kBlocks };
 
 // A call, cut; by its shapes and the device alone.
 struct Plan {
@@ -37,6 +37,7 @@ Plan plan_call(const AttendParams& attend, const IdsView& ids, int64_t blocks, b
   if (!runs_sm90(context, attend.q.dtype, attend.k_cache.dtype)) return {params, Way::kPortable};
   const bool is_fp8 = attend.k_cache.dtype == DType::kFloat8E4M3, fits = fits_tensor_maps(attend);
   if (sparse && !is_fp8 && fits) {
+    if (deal_draft_blocks(params, context)) return {params, Way::kBlocks};
     cut_drafts(params);
     if (params.tile_tokens > 0) return {params, Way::kTiles};
   }
@@ -53,6 +54,7 @@ Plan plan_call(const AttendParams& attend, const IdsView& ids, int64_t blocks, b
 
 int64_t workspace_bytes(const Plan& plan) {
   const DecodeParams& params = plan.params;
+  if (plan.way == Way::kBlocks) return decode_blocks_workspace_bytes(params);
   if (params.splits == 1 || plan.way != Way::kPortable) return 0;
   constexpr int64_t kRowBytes = kHeadDim * sizeof(float) + sizeof(float2);
   return params.num_units * params.splits * params.attend.group_size * kRowBytes;
@@ -80,6 +82,7 @@ void run(const Plan& plan, const ExecContext& context) {
   if (plan.way == Way::kStream) return run_decode_stream(plan.params, context, kSparse);
   if (plan.way == Way::kPairs) return run_decode_pairs(plan.params, context);
   if (plan.way == Way::kTiles) return run_decode_tiles(plan.params, context);
+  if (plan.way == Way::kBlocks) return run_decode_blocks(plan.params, context);
   if (fp8) return launch<__nv_fp8_e4m3, kSparse>(plan.params, context);
   return launch<__nv_bfloat16, kSparse>(plan.params, context);
 }

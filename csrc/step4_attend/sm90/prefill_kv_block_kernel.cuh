@@ -137,18 +137,18 @@ __device__ __forceinline__ void softmax(Accumulator& s, const Row (&rows)[2], fl
   }
 }
 
-__device__ __forceinline__ void store_partial(const KVBlockParams& params, const Row (&rows)[2],
-                                              const Accumulator& o, const float (&maximum)[2],
-                                              const float (&sum)[2]) {
+__device__ __forceinline__ void store_partial(const Partials& partials, int log_group,
+                                              const Row (&rows)[2], const Accumulator& o,
+                                              const float (&maximum)[2], const float (&sum)[2]) {
   const uint64_t policy = evict_last_policy();  // they are read again, K and V are not
   const int quad = threadIdx.x % 4, warp_row = threadIdx.x % 32 / 4;
-  const int group = 1 << params.log_group, chunk_stride = min(group, 8) * 32;
+  const int group = 1 << log_group, chunk_stride = min(group, 8) * 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (rows[r].slot < 0) continue;
     const int row = (warp_row + 8 * r) & (group - 1);
     const int64_t slot = rows[r].slot;
-    __nv_bfloat16* out = params.partials.out + (slot << params.log_group) * kHeadDim +
+    __nv_bfloat16* out = partials.out + (slot << log_group) * kHeadDim +
                          row / 8 * 8 * kHeadDim + (row % 8 * 4 + quad) * 8;
 #pragma unroll
     for (int chunk = 0; chunk < 4; ++chunk) {
@@ -163,7 +163,7 @@ __device__ __forceinline__ void store_partial(const KVBlockParams& params, const
                policy);
     }
     if (quad == 0) {
-      params.partials.state[(slot << params.log_group) + row] = make_float2(maximum[r], sum[r]);
+      partials.state[(slot << log_group) + row] = make_float2(maximum[r], sum[r]);
     }
   }
 }
@@ -179,10 +179,11 @@ __device__ __forceinline__ uint32_t without_wild(uint32_t pair) {  // NaN and In
 }
 
 // Zeroes what of V must not meet a weight of 0: rows at or past `written`, and NaN and Inf, whose
-// rows it notes in `wild`. By all consumers.
+// rows it notes in `wild`. By all consumers, kThreads threads.
+template <int kThreads>
 __device__ __forceinline__ void clean_values(uint8_t* v, int32_t written, uint32_t* wild) {
   constexpr int kRowVectors = 8;  // 16-byte vectors of half a row
-  for (int i = threadIdx.x; i < kBlock * kRowVectors * 2; i += kConsumers * 128) {
+  for (int i = threadIdx.x; i < kBlock * kRowVectors * 2; i += kThreads) {
     const int half = i / (kBlock * kRowVectors), row = i / kRowVectors % kBlock;
     uint4* vector = reinterpret_cast<uint4*>(v + half * (kPageBytes / 2) + row * 128) + i % 8;
     const uint4 bits = *vector;
@@ -195,7 +196,7 @@ __device__ __forceinline__ void clean_values(uint8_t* v, int32_t written, uint32
     }
   }
   fence_async_proxy();
-  named_barrier(1, kConsumers * 128);
+  named_barrier(1, kThreads);
 }
 
 // Adds what clean_values took out to the rows that see it: their result is NaN or Inf, as it should
@@ -292,7 +293,7 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
       scale_log2 = shared.conversion.scale_log2[kv.stage];
     } else if (item.masked) {
       barrier_wait(&shared.v_full[kv.stage], kv.phase);
-      clean_values(shared.v[kv.stage], item.written, shared.wild[kv.stage]);
+      clean_values<kConsumers * 128>(shared.v[kv.stage], item.written, shared.wild[kv.stage]);
     }
 
     for (uint32_t tile = first; tile < tiles; tile += kConsumers) {
@@ -326,7 +327,7 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
         __syncwarp();
       }
       if (releases) barrier_arrive(&shared.v_empty[kv.stage]);
-      store_partial(params, rows, o, maximum, sum);
+      store_partial(params.partials, params.log_group, rows, o, maximum, sum);
     }
     if (first >= tiles) {  // no tile, but every phase
       if (lane == 0) barrier_arrive(&shared.k_empty[kv.stage]);
