@@ -67,25 +67,17 @@ struct ClusterStorage {
 static_assert(sizeof(ClusterStorage<8>) <= 227 * 1024, "shared memory of one CTA");
 static_assert(2 * (sizeof(ClusterStorage<4>) + 1024) <= 228 * 1024, "two CTAs an SM");
 
-// Has q, and the table's row of the request that the token is probably of, a part by each CTA of
-// the row's, come to L2 while position and ids are on their way.
-__device__ __forceinline__ void prefetch_inputs(const DecodeParams& params,
-                                                const PositionGuess& guess, int64_t head,
-                                                int32_t token, int32_t split) {
-  constexpr int kLine = 128;
-  constexpr int32_t kEntries = kLine / sizeof(int32_t), kLinesOfHead = kHeadDim * 2 / kLine;
-  const AttendParams& attend = params.attend;
-  const BatchView& batch = attend.batch;
-  const auto thread = static_cast<int32_t>(threadIdx.x);
-  if (thread < kLinesOfHead * attend.group_size) {
-    const int64_t q_head = head * attend.group_size + thread / kLinesOfHead;
-    prefetch_to_l2(static_cast<const char*>(attend.q.data) + thread % kLinesOfHead * kLine +
-                   2 * (token * attend.q.token_stride + q_head * attend.q.head_stride));
-  }
+// Has the table's row of the request that the token is probably of, a part by each CTA of the row's,
+// come to L2 while position and ids are on their way.
+__device__ __forceinline__ void prefetch_table(const DecodeParams& params,
+                                               const PositionGuess& guess, int64_t head,
+                                               int32_t split) {
+  constexpr int32_t kEntries = 128 / sizeof(int32_t);  // of a line
+  const BatchView& batch = params.attend.batch;
   if (batch.table_col_stride != 1 || guess.request < 0) return;
-  const auto ctas = static_cast<int32_t>(attend.num_kv_heads) * params.splits;
+  const auto ctas = static_cast<int32_t>(params.attend.num_kv_heads) * params.splits;
   const auto cta = static_cast<int32_t>(head) * params.splits + split;
-  const int32_t entry = (thread * ctas + cta) * kEntries;
+  const int32_t entry = (static_cast<int32_t>(threadIdx.x) * ctas + cta) * kEntries;
   if (entry >= batch.max_pages) return;
   prefetch_to_l2(batch.block_table + guess.request * batch.table_row_stride + entry);
 }
@@ -269,22 +261,22 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
   hopper::cluster_arrive_relaxed();
   wait_for_previous_kernel();
 
-  // Position and ids do not wait for each other, nor do pages and q, which the compiler waits for
-  // where they are loaded.
+  // Position, ids and q do not wait for each other, and q is asked for before any copy is: behind
+  // those of the other CTA of the SM it would come a microsecond later.
   const PositionGuess guess = guess_row<kSparse>(params.decode, token);
   WarpSlices<Element, kSparse> slices{params.decode, head, token, warp * splits + split,
                                       splits * kWarps};
   const LoadingId lane_id = slices.id_of(slices.slot_of(lane));
   const float k_scale = load_scale(attend.k_scale, head);
   const float v_scale = load_scale(attend.v_scale, head);
-  if (kSparse) prefetch_inputs(params.decode, guess, head, token, split);
-  slices.look_up(lane_id, guess);
   Query<Element> query;
   query.load(attend.q, token, head * attend.group_size, attend.group_size);
+  if (kSparse) prefetch_table(params.decode, guess, head, split);
+  const LaneCopy<Element, true> copy(attend, head);
+  slices.look_up(lane_id, guess);
 
   // Whether the CTA, not just this warp, has a round of that number.
   const auto is_round = [&](int32_t round) { return round * slices.turn < slices.count; };
-  const LaneCopy<Element, true> copy(attend, head);
   const auto stage_address = [&](int owner, int stage) {
     return shared_address(shared.ring[owner][stage]);
   };
