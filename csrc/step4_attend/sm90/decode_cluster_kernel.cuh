@@ -54,18 +54,18 @@ struct ClusterParams {
 template <int kWarpCount>
 struct ClusterStorage {
   static constexpr int kWarps = kWarpCount;
-  static constexpr int kMaxSplits = kWarps == 8 ? kMaxClusterSplits : 8;
+  static constexpr int kMaxSplits = kMaxClusterSplits;
+  static constexpr int kRing = kWarps == 8 ? 3 : 2;
   static constexpr int kInboxRows = kRows + kMaxSplits;  // splits * ceil(G / splits) is less
-  alignas(1024) uint8_t ring[kWarps][kStages][2][kPartBytes];
+  alignas(1024) uint8_t ring[kWarps][kRing][2][kPartBytes];
   uint4 weights[kWarps * 2 * 32];
   alignas(16) float maxima[kRows][kWarps];
   alignas(16) float sums[kRows][kWarps];
-  alignas(16) float4 inbox[kInboxRows * kHeadDim / 4];
   float2 inbox_state[kInboxRows];
   uint64_t arrived;
 };
 static_assert(sizeof(ClusterStorage<8>) <= 227 * 1024, "shared memory of one CTA");
-static_assert(2 * (sizeof(ClusterStorage<4>) + 1024) <= 228 * 1024, "two CTAs an SM");
+static_assert(3 * (sizeof(ClusterStorage<4>) + 1024) <= 228 * 1024, "three CTAs an SM");
 
 // Has the table's row of the request that the token is probably of, a part by each CTA of the row's,
 // come to L2 while position and ids are on their way.
@@ -239,7 +239,7 @@ struct ClusterRows {
 };
 
 template <typename Element, bool kSparse, int kWarps>
-__global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
+__global__ void __launch_bounds__(kWarps * 32, kWarps == 8 ? 1 : 3)
     msa_decode_cluster_sm90_kernel(const __grid_constant__ ClusterParams params) {
   using S = Slice<Element>;
   extern __shared__ __align__(1024) uint8_t shared_memory[];
@@ -257,8 +257,8 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
     hopper::barrier_arrive_expect(&shared.arrived,
                                   splits * own_rows * (kHeadDim * sizeof(float) + sizeof(float2)));
   }
-  __syncwarp();
-  hopper::cluster_arrive_relaxed();
+  constexpr int kRing = ClusterStorage<kWarps>::kRing;
+  auto* const inbox = reinterpret_cast<float4*>(shared.ring);
   wait_for_previous_kernel();
 
   // Position, ids and q do not wait for each other, and q is asked for before any copy is: behind
@@ -294,28 +294,29 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
     copy.copy_v(k + kPartBytes, tokens.page, tokens.first, tokens.valid);
     return tokens.valid;
   };
-  int valid = 0, next_valid = 0;  // of this round and of the next one
-#pragma unroll 1
-  for (int stage = 0; stage < kStages - 1; ++stage) {
-    valid = next_valid;
-    next_valid = fetch(stage, stage);
-  }
+  int valid = fetch(0, 0), next_valid = fetch(1, 1);  // of this round and of the next one
 
   query.prepare(attend.scale * k_scale * kLog2E);
   ClusterRows<Element, kWarps> rows;
   int stage = 0;
 #pragma unroll 1
   for (int32_t round = 0; is_round(round); ++round) {
-    wait_async_copies<3>();  // behind K: V, and both of the next round
+    if (kRing == 3 || round == 0) {
+      wait_async_copies<3>();  // behind K: V, and both of the next round
+    } else {
+      wait_async_copies<1>();
+    }
     __syncwarp();
     float s[S::kColumns][4] = {};
     if (valid > 0) score(query, stage_address(warp, stage), s);
     rows.store_maxima(shared, warp, s, valid, query.scale);
     __syncthreads();
-    const int later_valid = fetch(stage == 0 ? kStages - 1 : stage - 1, round + 2);
+    int later_valid = 0;
+    if (kRing == 3) later_valid = fetch(stage == 0 ? kRing - 1 : stage - 1, round + 2);
+    if (kRing == 2 && round > 0) next_valid = fetch(stage ^ 1, round + 1);
     rows.store_weights(shared, warp, s);
     if (!is_round(round + 1)) rows.store_sums(shared, warp);
-    wait_async_copies<4>();  // behind V: both of the next two rounds
+    wait_async_copies<kRing == 3 ? 4 : 2>();  // behind V: both of the next rounds
     __syncthreads();
     uint32_t values[rows.kVectors];
 #pragma unroll
@@ -326,10 +327,11 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
     rows.add_values(shared, values);
     valid = next_valid;
     next_valid = later_valid;
-    stage = stage + 1 == kStages ? 0 : stage + 1;
+    stage = stage + 1 == kRing ? 0 : stage + 1;
   }
+  wait_async_copies<0>();
   start_next_kernel();
-
+  hopper::cluster_arrive_relaxed();
   hopper::cluster_wait();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -342,7 +344,7 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
     for (int vector = 0; vector < rows.kVectors; ++vector) {
       const int columns = (warp * rows.kVectors + vector) * 4 + lane % 4;
       hopper::cluster_send(
-          hopper::cluster_address(shared_address(&shared.inbox[place * 32 + columns]), owner),
+          hopper::cluster_address(shared_address(&inbox[place * 32 + columns]), owner),
           rows.columns(vector, r), arrived);
     }
     if (warp == 0 && lane % 4 == 0) {
@@ -357,7 +359,7 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
   for (int own = warp; own < own_rows; own += kWarps) {
     const auto state = [&](int part) { return shared.inbox_state[part * params.rows + own]; };
     const auto value = [&](int part) {
-      return shared.inbox[(part * params.rows + own) * 32 + lane];
+      return inbox[(part * params.rows + own) * 32 + lane];
     };
     float maximum, sum;
     const float4 o = splits <= 4 ? merge_parts<4>(splits, state, value, maximum, sum)
