@@ -73,15 +73,10 @@ __device__ __forceinline__ void prefetch_inputs(const DecodeParams& params,
                                                 const PositionGuess& guess, int64_t head,
                                                 int32_t token, int32_t split) {
   constexpr int kLine = 128;
-  constexpr int32_t kEntries = kLine / sizeof(int32_t), kLinesOfHead = kHeadDim * 2 / kLine;
+  constexpr int32_t kEntries = kLine / sizeof(int32_t);
   const AttendParams& attend = params.attend;
   const BatchView& batch = attend.batch;
   const auto thread = static_cast<int32_t>(threadIdx.x);
-  if (thread < kLinesOfHead * attend.group_size) {
-    const int64_t q_head = head * attend.group_size + thread / kLinesOfHead;
-    prefetch_to_l2(static_cast<const char*>(attend.q.data) + thread % kLinesOfHead * kLine +
-                   2 * (token * attend.q.token_stride + q_head * attend.q.head_stride));
-  }
   if (batch.table_col_stride != 1 || guess.request < 0) return;
   const auto ctas = static_cast<int32_t>(attend.num_kv_heads) * params.splits;
   const auto cta = static_cast<int32_t>(head) * params.splits + split;
@@ -278,9 +273,10 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
   const float k_scale = load_scale(attend.k_scale, head);
   const float v_scale = load_scale(attend.v_scale, head);
   if (kSparse) prefetch_inputs(params.decode, guess, head, token, split);
+  const uint32_t q_place = shared_address(shared.weights);
+  Query<Element>::template fetch<kWarps * 32>(q_place, attend.q, token, head * attend.group_size,
+                                              attend.group_size);
   slices.look_up(lane_id, guess);
-  Query<Element> query;
-  query.load(attend.q, token, head * attend.group_size, attend.group_size);
 
   // Whether the CTA, not just this warp, has a round of that number.
   const auto is_round = [&](int32_t round) { return round * slices.turn < slices.count; };
@@ -309,6 +305,10 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
     next_valid = fetch(stage, stage);
   }
 
+  Query<Element> query;
+  wait_async_copies<4>();
+  __syncthreads();
+  query.load_fetched(q_place);
   query.prepare(attend.scale * k_scale * kLog2E);
   ClusterRows<Element, kWarps> rows;
   int stage = 0;
