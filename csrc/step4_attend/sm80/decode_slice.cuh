@@ -25,6 +25,8 @@
 #include "common/views.h"
 #include "device/common.cuh"
 #include "device/fp8.cuh"
+#include "device/shared_memory.cuh"
+#include "device/sm80_async_copy.cuh"
 #include "device/sm80_mma.cuh"
 
 namespace msa::decode::sm80 {
@@ -93,6 +95,35 @@ struct Query {
         const int offset = S::kFp8 ? vector / 2 * 128 + lane % 4 * 32 + vector % 2 * 16
                                    : vector * 64 + lane % 4 * 16;
         words[r][vector] = *reinterpret_cast<const uint4*>(row + offset);
+      }
+    }
+  }
+
+  // Begins to bring the rows to shared memory at `place`, 4096 bytes, by all threads of the CTA.
+  template <int kThreads>
+  static __device__ __forceinline__ void fetch(uint32_t place, const RowsView& view, int64_t token,
+                                               int64_t first_head, int64_t group) {
+#pragma unroll
+    for (int i = threadIdx.x; i < kRows * 16; i += kThreads) {
+      const int row = i / 16, vector = i % 16;
+      const int64_t head = first_head + min(static_cast<int64_t>(row), group - 1);
+      copy_async_16(place + row * 256 + (vector ^ row % 2 * 4) * 16,
+                    static_cast<const char*>(view.data) +
+                        2 * (token * view.token_stride + head * view.head_stride) + vector * 16);
+    }
+    commit_async_copies();
+  }
+
+  // load() of what fetch() brought.
+  __device__ __forceinline__ void load_fetched(uint32_t place) {
+    const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int vector = S::kFp8 ? i / 2 * 8 + quad * 2 + i % 2 : i * 4 + quad;
+        words[r][i] =
+            load_shared_16(place + (row + 8 * r) * 256 + (vector ^ row % 2 * 4) * 16);
       }
     }
   }

@@ -74,15 +74,10 @@ __device__ __forceinline__ void prefetch_inputs(const DecodeParams& params,
                                                 const PositionGuess& guess, int64_t head,
                                                 int32_t token, int32_t split) {
   constexpr int kLine = 128;
-  constexpr int32_t kEntries = kLine / sizeof(int32_t), kLinesOfHead = kHeadDim * 2 / kLine;
+  constexpr int32_t kEntries = kLine / sizeof(int32_t);
   const AttendParams& attend = params.attend;
   const BatchView& batch = attend.batch;
   const auto thread = static_cast<int32_t>(threadIdx.x);
-  if (thread < kLinesOfHead * attend.group_size) {
-    const int64_t q_head = head * attend.group_size + thread / kLinesOfHead;
-    prefetch_to_l2(static_cast<const char*>(attend.q.data) + thread % kLinesOfHead * kLine +
-                   2 * (token * attend.q.token_stride + q_head * attend.q.head_stride));
-  }
   if (batch.table_col_stride != 1 || guess.request < 0) return;
   const auto ctas = static_cast<int32_t>(attend.num_kv_heads) * params.splits;
   const auto cta = static_cast<int32_t>(head) * params.splits + split;
@@ -291,9 +286,10 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
   const float k_scale = load_scale(attend.k_scale, head);
   const float v_scale = load_scale(attend.v_scale, head);
   if (kSparse) prefetch_inputs(params.decode, guess, head, token, split);
+  const uint32_t q_place = shared_address(shared.weights);
+  Query<Element>::template fetch<kWarps * 32>(q_place, attend.q, token, head * attend.group_size,
+                                              attend.group_size);
   slices.look_up(lane_id, guess);
-  Query<Element> query;
-  query.load(attend.q, token, head * attend.group_size, attend.group_size);
 
   // Whether the CTA, not just this warp, has a round of that number.
   const auto is_round = [&](int32_t round) { return round * slices.turn < slices.count; };
@@ -319,13 +315,12 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
     }
     return tokens.valid;
   };
-  int valid = 0, next_valid = 0;  // of this round and of the next one
-#pragma unroll 1
-  for (int stage = 0; stage < kStages - 1; ++stage) {
-    valid = next_valid;
-    next_valid = fetch(stage, stage);
-  }
+  int valid = fetch(0, 0), next_valid = fetch(1, 1), third_valid = fetch(2, 2);
 
+  Query<Element> query;
+  wait_async_copies<0>();
+  __syncthreads();
+  query.load_fetched(q_place);
   query.prepare(attend.scale * k_scale * kLog2E);
   ClusterRows<Element, kWarps> rows;
   hopper::RingPosition<kStages> ring;
@@ -337,7 +332,7 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
     if (valid > 0) score<Element, true>(query, stage_address(warp, stage), s);
     rows.store_maxima(shared, warp, s, valid, query.scale);
     __syncthreads();
-    const int later_valid = fetch(stage == 0 ? kStages - 1 : stage - 1, round + 2);
+    if (round > 0) third_valid = fetch(stage == 0 ? kStages - 1 : stage - 1, round + 2);
     rows.store_weights(shared, warp, s);
     if (!is_round(round + 1)) rows.store_sums(shared, warp);
     hopper::barrier_wait(&shared.v_full[warp][stage], ring.phase);
@@ -351,7 +346,7 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
     }
     rows.add_values(shared, values);
     valid = next_valid;
-    next_valid = later_valid;
+    next_valid = third_valid;
     ring.advance();
   }
   start_next_kernel();
