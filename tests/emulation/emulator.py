@@ -23,6 +23,7 @@ SOURCES = (
     CSRC / "step2_select/sm80/select_blocks_inst.cu",
     CSRC / "step2_select/sm80/topk_blocks_inst.cu",
     CSRC / "step2_select/sm90/bounded_select_inst.cu",
+    CSRC / "step3_remap/sm80/kv_block_schedule_inst.cu",
     CSRC / "step4_attend/sm90/prefill_inst.cu",
     CSRC / "step3_view/sm80/decode_view_inst.cu",
     CSRC / "step4_attend/sm80/decode_inst.cu",
@@ -237,6 +238,26 @@ class Emulator:
             [kv_lens.data_ptr(), *kv_lens.stride()],
         )
         return page_table, kv_lens
+
+    def kv_block_schedule(
+        self, ids, cu_seqlens_q, seq_lens, max_blocks: int, max_queries_per_item: int = 64
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """row_ptr, pairs, work items and how many."""
+        heads, tokens, topk = ids.shape
+        rows, pairs = heads * seq_lens.numel() * max_blocks, ids.numel()
+        items = min(rows, pairs) + pairs // max_queries_per_item
+        sizes = ((rows + 1,), (pairs,), (items, 3), (1,))
+        results = tuple(torch.full(size, -77, dtype=torch.int32) for size in sizes)
+        no_table = torch.empty(seq_lens.numel(), 0, dtype=torch.int32)
+        self._call(
+            "kv_block_schedule",
+            _ids(ids),
+            _batch(tokens, no_table, cu_seqlens_q, seq_lens),
+            [max_blocks, max_queries_per_item],
+            [result.data_ptr() for result in results],
+            items,
+        )
+        return results
 
     def break_rule(self, rule: str) -> int:
         """A kernel that breaks it; returns what one read that did not wait for a copy of 4."""

@@ -9,6 +9,7 @@
 #include "step1_score/score_run.h"
 #include "step2_select/select_blocks_params.h"
 #include "step2_select/sm90/bounded_select_run.h"
+#include "step3_remap/kv_block_schedule_params.h"
 #include "step3_view/decode_view_params.h"
 #include "step4_attend/attend_params.h"
 
@@ -186,6 +187,23 @@ void view(Arguments& arguments) {
   run_decode_view(params, context_of("decode_view"));
 }
 
+void schedule(Arguments& arguments) {
+  KVBlockScheduleParams params{};
+  params.ids = arguments.ids();
+  params.batch = arguments.batch();
+  params.batch.block_table = nullptr;
+  params.batch.max_pages = arguments.number();
+  params.max_queries_per_item = arguments.number();
+  params.row_ptr = arguments.pointer<int32_t>();
+  params.pairs = arguments.pointer<int32_t>();
+  params.work_items = arguments.pointer<int32_t>();
+  params.num_work_items = arguments.pointer<int32_t>();
+  params.max_work_items = arguments.number();
+  const Workspace workspace(kv_block_schedule_workspace_bytes(params));
+  params.workspace = workspace.data();
+  run_kv_block_schedule(params, context_of("kv_block_schedule"));
+}
+
 void break_rule(Arguments& arguments) {
   const std::string rule = arguments.pointer<char>();
   broken::break_rule(rule, arguments.pointer<int64_t>());
@@ -200,6 +218,7 @@ const std::map<std::string, void (*)(Arguments&)> kCalls{
     {"sparse_decode", attend_decode},
     {"paged_decode", attend_pages},
     {"decode_view", view},
+    {"kv_block_schedule", schedule},
     {"break_rule", break_rule},
 };
 

@@ -1,7 +1,8 @@
 #include <algorithm>
 
 #include "configs/built_configs.h"
-#include "device/cuda_errors.h"
+#include "device/dependent_launch.cuh"
+#include "device/persistent_grid.cuh"
 #include "step3_remap/sm80/kv_block_schedule_kernel.cuh"
 
 namespace msa {
@@ -10,29 +11,63 @@ namespace sm80 = kv_block_schedule::sm80;
 
 namespace {
 
+constexpr int64_t kChunksWanted = 128;  // on as many SMs
+constexpr int64_t kMinChunkTokens = 32;
+constexpr int64_t kMostClearCtas = 1024;
+constexpr int kMostSharedBytes =
+    int{sizeof(sm80::SharedChunk)} + sm80::kChunkEntries * 8 + kHistogramRows * 4;
+
 // Counters, which are cleared, then ranks; cut from the workspace.
 struct Scratch {
   sm80::Workspace counters;
-  int64_t counter_bytes;
+  int64_t counter_words;
   sm80::Ranks ranks;
-  int64_t num_rows, bytes;
+  int64_t num_rows, chunks, scatter_ctas, bytes;
 };
 
 Scratch cut_scratch(const KVBlockScheduleParams& params) {
   Scratch scratch;
+  sm80::Ranks& ranks = scratch.ranks;
+  const int64_t heads = params.ids.num_heads, topk = params.ids.topk;
+  const int64_t num_tokens = params.batch.num_tokens;
   const int64_t head_rows = params.batch.num_requests * params.batch.max_pages;
-  const int64_t chunks = (params.batch.num_tokens + sm80::kChunkTokens - 1) / sm80::kChunkTokens;
-  const int64_t entries = params.ids.num_heads * params.batch.num_tokens * params.ids.topk;
-  scratch.num_rows = params.ids.num_heads * head_rows;
+  const int64_t entries = heads * num_tokens * topk;
+  const int64_t chunk_tokens =
+      std::clamp(heads * num_tokens / kChunksWanted, kMinChunkTokens,
+                 std::min(int64_t{sm80::kChunkTokens}, sm80::kChunkEntries / topk));
+  const int64_t chunks = std::max(int64_t{1}, (num_tokens + chunk_tokens - 1) / chunk_tokens);
+  scratch.num_rows = heads * head_rows;
   scratch.counters = sm80::split_workspace(params.workspace, scratch.num_rows);
-  scratch.counter_bytes = sm80::counter_bytes(scratch.num_rows);
-  scratch.ranks.entry_rank = scratch.counters.ticket + 1;
-  scratch.ranks.chunk_base = scratch.ranks.entry_rank + entries;
-  scratch.ranks.chunk_rows = std::min(head_rows, int64_t{kHistogramRows});
-  scratch.ranks.chunks = static_cast<int32_t>(chunks);
-  scratch.bytes =
-      scratch.counter_bytes + (entries + params.ids.num_heads * chunks * scratch.ranks.chunk_rows) *
-                                  int64_t{sizeof(uint32_t)};
+  scratch.counter_words = sm80::counter_bytes(scratch.num_rows) / int64_t{sizeof(uint32_t)};
+  ranks.entry_rank = scratch.counters.ticket + 1;
+  ranks.chunk_base = ranks.entry_rank + entries;
+  ranks.chunk_rows = std::min(head_rows, int64_t{kHistogramRows});
+  ranks.chunk_tokens = static_cast<int32_t>(chunk_tokens);
+  ranks.id_bytes = params.ids.dtype == DType::kInt64 ? 8 : 4;
+  ranks.ids_bytes = static_cast<int32_t>((chunk_tokens * topk * ranks.id_bytes + 15) / 16 * 16);
+  const int64_t vector_ids = 16 / ranks.id_bytes;
+  const bool vectors = params.ids.slot_stride == 1 && topk % vector_ids == 0 &&
+                       params.ids.token_stride % vector_ids == 0 &&
+                       params.ids.head_stride % vector_ids == 0 &&
+                       reinterpret_cast<uintptr_t>(params.ids.data) % 16 == 0;
+  ranks.copied_ids = static_cast<int32_t>(vectors ? vector_ids : 1);
+  ranks.by_topk = sm80::division_by(static_cast<uint32_t>(topk));
+  ranks.by_chunks = sm80::division_by(static_cast<uint32_t>(chunks));
+  ranks.by_limit = sm80::division_by(static_cast<uint32_t>(params.max_queries_per_item));
+  scratch.chunks = std::max(int64_t{1}, heads * chunks);
+  scratch.scatter_ctas = scratch.chunks;
+  // A CTA that sums up all rows may begin at any; one that counts in memory cannot.
+  const bool folded = scratch.num_rows <= sm80::kFoldedRows && head_rows <= kHistogramRows;
+  if (folded) {
+    scratch.scatter_ctas =
+        std::max(scratch.scatter_ctas, (scratch.num_rows + sm80::kCtaRows - 1) / sm80::kCtaRows);
+    ranks.cta_rows = static_cast<int32_t>(
+        std::max(int64_t{1}, (scratch.num_rows + scratch.scatter_ctas - 1) / scratch.scatter_ctas));
+  } else {
+    ranks.cta_rows = 0;
+  }
+  scratch.bytes = (scratch.counter_words + entries + heads * chunks * ranks.chunk_rows) *
+                  int64_t{sizeof(uint32_t)};
   return scratch;
 }
 
@@ -45,31 +80,39 @@ int64_t kv_block_schedule_workspace_bytes(const KVBlockScheduleParams& params) {
 void run_kv_block_schedule(const KVBlockScheduleParams& params, const ExecContext& context) {
   const auto stream = static_cast<cudaStream_t>(context.stream);
   const Scratch scratch = cut_scratch(params);
-  const auto grid = static_cast<unsigned>(params.ids.num_heads * scratch.ranks.chunks);
-  const auto shared_bytes = static_cast<size_t>(scratch.ranks.chunk_rows) * sizeof(uint32_t);
-  check_cuda(context.op, cudaMemsetAsync(params.workspace, 0, scratch.counter_bytes, stream),
-             "clearing the counters");
-  if (grid > 0) {
-    sm80::msa_kv_block_schedule_count_sm80_kernel<<<grid, sm80::kThreads, shared_bytes, stream>>>(
-        params, scratch.counters, scratch.ranks);
+  const auto shared_bytes = static_cast<int>(sm80::shared_bytes(scratch.ranks));
+  // Each launch takes what it needs of it.
+  raise_shared_memory_limit<sm80::msa_kv_block_schedule_count_sm80_kernel>(
+      context.op, context.device, kMostSharedBytes);
+  raise_shared_memory_limit<sm80::msa_kv_block_schedule_scatter_sm80_kernel>(
+      context.op, context.device, kMostSharedBytes);
+  launch_in_stream(
+      context.op, "launching msa_kv_block_schedule_clear_sm80_kernel", false,
+      sm80::msa_kv_block_schedule_clear_sm80_kernel,
+      dim3(static_cast<unsigned>(
+          std::min(kMostClearCtas, (scratch.counter_words + sm80::kThreads - 1) / sm80::kThreads))),
+      sm80::kThreads, 0, stream, static_cast<uint32_t*>(params.workspace), scratch.counter_words);
+  launch_portable<sm80::msa_kv_block_schedule_count_sm80_kernel>(
+      context, "launching msa_kv_block_schedule_count_sm80_kernel",
+      dim3(static_cast<unsigned>(scratch.chunks)), sm80::kThreads, shared_bytes, params,
+      scratch.counters, scratch.ranks);
+  if (scratch.ranks.cta_rows == 0) {
+    launch_portable<sm80::msa_kv_block_schedule_scan_sm80_kernel<sm80::RowItems>>(
+        context, "launching msa_kv_block_schedule_scan_sm80_kernel",
+        dim3(static_cast<unsigned>(sm80::scan_ctas(scratch.num_rows))), sm80::kScanThreads, 0,
+        sm80::ScanParams<sm80::RowItems>{scratch.num_rows,
+                                         static_cast<uint32_t>(params.max_queries_per_item),
+                                         params.row_ptr,
+                                         {params.work_items},
+                                         params.num_work_items,
+                                         0,
+                                         nullptr},
+        scratch.counters);
   }
-  sm80::msa_kv_block_schedule_scan_sm80_kernel<sm80::RowItems>
-      <<<static_cast<unsigned>(sm80::scan_ctas(scratch.num_rows)), sm80::kScanThreads, 0, stream>>>(
-          {scratch.num_rows,
-           static_cast<uint32_t>(params.max_queries_per_item),
-           params.row_ptr,
-           {params.work_items},
-           params.num_work_items,
-           0,
-           nullptr},
-          scratch.counters);
-  if (grid > 0) {
-    sm80::msa_kv_block_schedule_scatter_sm80_kernel<<<grid, sm80::kThreads, 0, stream>>>(
-        params, scratch.counters, scratch.ranks);
-  }
-  sm80::msa_kv_block_schedule_fill_sm80_kernel<<<256, sm80::kThreads, 0, stream>>>(
-      params, scratch.num_rows, params.ids.num_heads * params.batch.num_tokens * params.ids.topk);
-  check_cuda(context.op, cudaGetLastError(), "a launch of msa_kv_block_schedule");
+  launch_portable<sm80::msa_kv_block_schedule_scatter_sm80_kernel>(
+      context, "launching msa_kv_block_schedule_scatter_sm80_kernel",
+      dim3(static_cast<unsigned>(scratch.scatter_ctas)), sm80::kThreads, shared_bytes, params,
+      scratch.counters, scratch.ranks);
 }
 
 }  // namespace msa

@@ -2,16 +2,23 @@
 // over rows (KV head, request, block), and the even work items that a persistent attention grid
 // takes.
 //
-// Launches in stream order, no host knowledge of the selection:
-//   clear    counters, chain and item count to 0                         (memset)
-//   count    a CTA a (KV head, kChunkTokens tokens): its entries into a histogram of its requests'
-//            rows in shared memory, each with its rank there; the histogram into the counters,
-//            which gives the CTA's base in each row. Too many rows: straight into the counters
-//   scan     kScanThreads rows a CTA; a warp of each adds up what the CTAs before published, back
+// Launches, no host knowledge of the selection; each starts under the one before (programmatic
+// dependent launch), reads ids and lengths there, and waits before it touches what others write:
+//   clear    counters, chain and ticket to 0
+//   count    a CTA a (KV head, chunk of tokens): its entries into a histogram of its requests' rows
+//            in shared memory, which goes into the counters: that gives the chunk's base in each
+//            row. Too many rows: straight into the counters, with each entry's rank in its row
+//   scan     only of more than kFoldedRows rows, else each CTA of scatter sums up all of them:
+//            kScanThreads rows a CTA; a warp of each adds up what the CTAs before published, back
 //            to one that knows all before it. Writes row_ptr and the work items of its rows, and
 //            turns each counter into the row's first pair
-//   scatter  each entry to row begin + base + rank, without atomics
-//   fill     -1 past the last pair and item
+//   scatter  the same CTAs sort their entries by row in shared memory, while count runs, and then
+//            write each row's in one run, from the row's begin + the chunk's base on. -1 past the
+//            last pair and item. Without scan: row_ptr and the items of kCtaRows rows a CTA
+// Shared    scatter: sorted (16 KB), positions, lengths of the requests, what is known of the
+//           CTA's own rows, and the histogram (up to 32 KB), which then holds
+//             begin of the row in `sorted` | its entries << 16, then
+//             what is to be added to a place in `sorted` for the place among the pairs
 //
 // Portable, sm_80 and up. Chain: CTAs take tickets, so that a CTA waits only for running ones.
 // Order of the pairs within a row is not fixed: the ranks come of atomics. What is computed from
@@ -24,6 +31,8 @@
 #include "device/common.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/positions.cuh"
+#include "device/shared_memory.cuh"
+#include "device/sm80_async_copy.cuh"
 #include "step3_remap/kv_block_schedule_params.h"
 #include "step3_remap/sm80/token_chunk.cuh"
 #include "step3_remap/work_plan.h"
@@ -31,8 +40,18 @@
 namespace msa::kv_block_schedule::sm80 {
 
 constexpr int kThreads = 512;
-constexpr int kChunkTokens = 256;
+constexpr int kWarps = kThreads / 32;
 constexpr int kScanThreads = 512;
+constexpr int kChunkTokens = 256;            // of a chunk at most
+constexpr int kChunkEntries = 4096;          // at most
+constexpr int kNearRequests = kThreads - 1;  // whose lengths a CTA keeps in shared memory
+constexpr int kFoldedRows = 16384;           // that every CTA of scatter sums up by itself
+constexpr int kCtaRows = 64;                 // of which such a CTA writes row_ptr and items
+constexpr int kBatch = 4;                    // entries that a thread looks up at a time
+constexpr uint32_t kNone = ~0u;
+static_assert(kThreads == kScanThreads, "scan_threads() serves both");
+static_assert(kChunkTokens <= kThreads, "a thread a token");
+static_assert(kHistogramRows < 1 << 16 && kChunkEntries < 1 << 16, "both in one word, none kNone");
 
 // Pairs and work items in one 64-bit sum: bits 0-30 pairs, 31-61 items; then what a CTA has
 // published of its rows: 62 their own sum, 63 the sum of all rows up to its last.
@@ -66,99 +85,218 @@ inline int64_t counter_bytes(int64_t num_rows) {
   return static_cast<int64_t>(reinterpret_cast<uintptr_t>(end));
 }
 
+// Divisions that the host has prepared: 32-bit ones cost some 20 instructions each.
+struct Division {
+  uint32_t divisor, factor, shift;
+
+  __host__ __device__ uint32_t operator()(uint32_t number) const {  // below 2^31
+    return static_cast<uint32_t>(static_cast<uint64_t>(number) * factor >> shift);
+  }
+};
+
+// factor = 2^shift / divisor rounded up, and less than divisor <= 2^(shift - 31) too large in all.
+inline Division division_by(uint32_t divisor) {
+  uint32_t shift = 31;
+  while (uint64_t{1} << (shift - 31) < divisor) ++shift;
+  return {divisor, static_cast<uint32_t>(((uint64_t{1} << shift) - 1) / divisor + 1), shift};
+}
+
 // Between count and scatter.
 struct Ranks {
-  uint32_t* entry_rank;  // [Hkv * T * K]: among its chunk's entries of the same row
+  uint32_t* entry_rank;  // [Hkv * T * K]: in its row, where the chunk has too many rows
   uint32_t* chunk_base;  // [Hkv * chunks][chunk_rows]: the row's entries of other chunks before
   int64_t chunk_rows;
-  int32_t chunks;  // of a head
+  int32_t chunk_tokens;
+  int32_t ids_bytes;  // that a CTA keeps of the ids
+  int32_t id_bytes;
+  int32_t copied_ids;  // at a time, adjacent in memory: 16 bytes, or one id
+  int32_t cta_rows;    // of which a CTA of scatter writes row_ptr and items; 0: scan did
+  Division by_topk, by_limit, by_chunks;  // chunks of a head
 };
 
 struct Chunk : TokenChunk {
   int32_t head;
+  uint32_t entries;
   int64_t first_row;    // of the first request, among all rows
   int64_t first_entry;  // of the first token, among all entries
 };
 
+struct TokenRows {
+  int32_t visible;     // blocks
+  uint32_t first_row;  // of the chunk
+};
+
+// Ids and histogram follow.
+struct SharedChunk {
+  TokenPosition positions[kChunkTokens];
+  TokenRows tokens[kChunkTokens];
+  int32_t first_tokens[kNearRequests + 1], seq_lens[kNearRequests];
+  int32_t padding[5];
+};
+static_assert(sizeof(SharedChunk) % 16 == 0);
+
+inline __host__ __device__ int64_t shared_bytes(const Ranks& ranks) {
+  return int64_t{sizeof(SharedChunk)} + ranks.ids_bytes + ranks.chunk_rows * 4;
+}
+
+__device__ __forceinline__ uint32_t* ids_of(SharedChunk& shared) {
+  return reinterpret_cast<uint32_t*>(&shared + 1);
+}
+
+__device__ __forceinline__ void copy_ids(const KVBlockScheduleParams& params, const Ranks& ranks,
+                                         const Chunk& chunk, uint32_t* ids) {
+  const auto id_bytes = static_cast<uint32_t>(ranks.id_bytes);
+  const auto copied = static_cast<uint32_t>(ranks.copied_ids);
+  const char* const first =
+      static_cast<const char*>(params.ids.data) +
+      (chunk.head * params.ids.head_stride + chunk.first_token * params.ids.token_stride) *
+          id_bytes;
+  const uint32_t target = shared_address(ids);
+#pragma unroll 1
+  for (uint32_t entry = threadIdx.x * copied; entry < chunk.entries; entry += kThreads * copied) {
+    const uint32_t token = ranks.by_topk(entry), slot = entry - token * ranks.by_topk.divisor;
+    const char* const source =
+        first + (token * params.ids.token_stride + slot * params.ids.slot_stride) * id_bytes;
+    const uint32_t place = target + entry * id_bytes;
+    if (copied > 1) {
+      copy_async_16(place, source);
+    } else if (id_bytes == 8) {
+      copy_async<8>(place, source);
+    } else {
+      copy_async<4>(place, source);
+    }
+  }
+  commit_async_copies();
+}
+
+// Starts copying the chunk's ids to shared memory, and finds its tokens and rows meanwhile. By all
+// threads of a CTA.
 __device__ __forceinline__ Chunk load_chunk(const KVBlockScheduleParams& params, const Ranks& ranks,
-                                            TokenPosition* positions) {
-  Chunk chunk;
-  chunk.head = static_cast<int32_t>(blockIdx.x) / ranks.chunks;
-  chunk.first_token = static_cast<int32_t>(blockIdx.x) % ranks.chunks * kChunkTokens;
+                                            SharedChunk& shared) {
+  const BatchView& batch = params.batch;
+  Chunk chunk{};
+  chunk.head = static_cast<int32_t>(ranks.by_chunks(blockIdx.x));
+  if (chunk.head >= params.ids.num_heads) return chunk;  // a CTA for its own rows alone
+  chunk.first_token =
+      static_cast<int32_t>(blockIdx.x - chunk.head * ranks.by_chunks.divisor) * ranks.chunk_tokens;
   chunk.tokens =
-      min(kChunkTokens, static_cast<int32_t>(params.batch.num_tokens) - chunk.first_token);
-  locate_tokens(params.batch, ranks.chunk_rows, chunk, positions);
-  chunk.first_row =
-      (chunk.head * params.batch.num_requests + chunk.first_request) * params.batch.max_pages;
-  chunk.first_entry = (chunk.head * params.batch.num_tokens + chunk.first_token) * params.ids.topk;
+      min(ranks.chunk_tokens, static_cast<int32_t>(batch.num_tokens) - chunk.first_token);
+  if (chunk.tokens <= 0) return chunk;
+  chunk.entries = chunk.tokens * ranks.by_topk.divisor;
+
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  const bool is_near = batch.num_requests <= kNearRequests;
+  int32_t first_token = 0, seq_len = 0;
+  if (is_near && thread <= batch.num_requests) first_token = first_token_of(batch, thread);
+  if (is_near && thread < batch.num_requests)
+    seq_len = batch.seq_lens[thread * batch.seq_lens_stride];
+  copy_ids(params, ranks, chunk, ids_of(shared));
+  BatchView near = batch;
+  if (is_near) {
+    if (thread <= batch.num_requests) shared.first_tokens[thread] = first_token;
+    if (thread < batch.num_requests) shared.seq_lens[thread] = seq_len;
+    near.cu_seqlens_q = shared.first_tokens;
+    near.seq_lens = shared.seq_lens;
+    near.cu_seqlens_stride = near.seq_lens_stride = 1;
+    __syncthreads();
+  }
+  locate_tokens(near, ranks.chunk_rows, chunk, shared.positions);
+  chunk.first_row = (chunk.head * batch.num_requests + chunk.first_request) * batch.max_pages;
+  chunk.first_entry = (chunk.head * batch.num_tokens + chunk.first_token) * params.ids.topk;
+  if (thread < chunk.tokens) {
+    const TokenPosition position = shared.positions[thread];
+    const bool counts = chunk.rows > 0 && position.request >= 0;
+    shared.tokens[thread] = {counts ? visible_blocks(batch, position.pos) : 0,
+                             static_cast<uint32_t>(position.request - chunk.first_request) *
+                                 static_cast<uint32_t>(batch.max_pages)};
+  }
+  wait_async_copies<0>();
+  __syncthreads();
   return chunk;
 }
 
-// Calls visit(entry of the chunk, row of the chunk, pair) for the entries that count.
+// Calls visit(first, rows) for batches of the thread's entries first, first + kThreads, ..: their
+// rows of the chunk, kNone where an entry counts nothing.
 template <typename Visit>
-__device__ __forceinline__ void visit_entries(const KVBlockScheduleParams& params,
-                                              const Chunk& chunk, const TokenPosition* positions,
-                                              const Visit& visit) {
-  const auto topk = static_cast<uint32_t>(params.ids.topk);
-#pragma unroll 2
-  for (uint32_t entry = threadIdx.x; entry < chunk.tokens * topk; entry += kThreads) {
-    const uint32_t token = entry / topk;
+__device__ __forceinline__ void visit_rows(const Ranks& ranks, const Chunk& chunk,
+                                           SharedChunk& shared, const Visit& visit) {
+  const bool is_wide = ranks.id_bytes == 8;
+  const uint32_t* const ids = ids_of(shared);
+#pragma unroll 1
+  for (uint32_t first = threadIdx.x; first < chunk.entries; first += kBatch * kThreads) {
+    uint32_t rows[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const uint32_t entry = first + i * kThreads;
+      rows[i] = kNone;
+      if (entry >= chunk.entries) continue;
+      const uint32_t token = ranks.by_topk(entry), slot = entry - token * ranks.by_topk.divisor;
+      const TokenRows rows_of_token = shared.tokens[token];
+      const uint32_t low = ids[is_wide ? 2 * entry : entry];
+      const uint32_t high = is_wide ? ids[2 * entry + 1] : 0;
+      const auto visible = static_cast<uint32_t>(rows_of_token.visible);
+      // A negative id is a large one.
+      if (slot < visible && low < visible && high == 0) rows[i] = rows_of_token.first_row + low;
+    }
+    visit(first, rows);
+  }
+}
+
+// Calls visit(entry, row) for the entries that count, of a chunk of too many rows.
+template <typename Visit>
+__device__ __forceinline__ void visit_many_rows(const KVBlockScheduleParams& params,
+                                                const Ranks& ranks, const Chunk& chunk,
+                                                const TokenPosition* positions,
+                                                const Visit& visit) {
+#pragma unroll 1
+  for (uint32_t entry = threadIdx.x; entry < chunk.entries; entry += kThreads) {
+    const uint32_t token = ranks.by_topk(entry), slot = entry - token * ranks.by_topk.divisor;
     const int32_t block = selected_block(params.ids, params.batch, 0, positions[token], chunk.head,
-                                         chunk.first_token + token, entry % topk);
+                                         chunk.first_token + token, static_cast<int32_t>(slot));
     if (block < 0) continue;
-    visit(entry, chunk.row_of(params.batch, positions[token].request, block),
-          static_cast<int32_t>(chunk.first_token * topk + entry));
+    visit(entry, chunk.row_of(params.batch, positions[token].request, block));
+  }
+}
+
+static __global__ void __launch_bounds__(kThreads)
+    msa_kv_block_schedule_clear_sm80_kernel(uint32_t* const words, const int64_t count) {
+  start_next_kernel();
+#pragma unroll 1
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
+       i += static_cast<int64_t>(gridDim.x) * kThreads) {
+    words[i] = 0;
   }
 }
 
 static __global__ void __launch_bounds__(kThreads)
     msa_kv_block_schedule_count_sm80_kernel(const __grid_constant__ KVBlockScheduleParams params,
                                             const Workspace workspace, const Ranks ranks) {
-  extern __shared__ uint32_t histogram[];
-  __shared__ TokenPosition positions[kChunkTokens];
-  const Chunk chunk = load_chunk(params, ranks, positions);
-  for (int row = threadIdx.x; row < chunk.rows; row += kThreads) histogram[row] = 0;
+  extern __shared__ __align__(16) uint8_t shared_memory[];
+  start_next_kernel();
+  SharedChunk& shared = *reinterpret_cast<SharedChunk*>(shared_memory);
+  uint32_t* const histogram = ids_of(shared) + ranks.ids_bytes / 4;
+#pragma unroll 1
+  for (int row = threadIdx.x; row < ranks.chunk_rows; row += kThreads) histogram[row] = 0;
+  const Chunk chunk = load_chunk(params, ranks, shared);
+  visit_rows(ranks, chunk, shared, [&](uint32_t, const uint32_t (&rows)[kBatch]) {
+#pragma unroll
+    for (const uint32_t row : rows) {
+      if (row != kNone) atomicAdd(histogram + row, 1);
+    }
+  });
   __syncthreads();
+  wait_for_previous_kernel();
   uint32_t* const counters = workspace.counters + chunk.first_row;
-  visit_entries(params, chunk, positions, [&](uint32_t entry, int64_t row, int32_t) {
-    // Two branches, each with a counter of one kind: a pointer to either would be generic.
-    ranks.entry_rank[chunk.first_entry + entry] =
-        chunk.rows > 0 ? atomicAdd(&histogram[row], 1) : atomicAdd(&counters[row], 1);
-  });
-  __syncthreads();
+  uint32_t* const bases = ranks.chunk_base + blockIdx.x * ranks.chunk_rows;
+#pragma unroll 1
   for (int row = threadIdx.x; row < chunk.rows; row += kThreads) {
-    if (histogram[row] == 0) continue;
-    ranks.chunk_base[blockIdx.x * ranks.chunk_rows + row] =
-        atomicAdd(counters + row, histogram[row]);
+    const uint32_t count = histogram[row];
+    if (count != 0) bases[row] = atomicAdd(counters + row, count);
   }
-}
-
-static __global__ void __launch_bounds__(kThreads)
-    msa_kv_block_schedule_scatter_sm80_kernel(const __grid_constant__ KVBlockScheduleParams params,
-                                              const Workspace workspace, const Ranks ranks) {
-  __shared__ TokenPosition positions[kChunkTokens];
-  const Chunk chunk = load_chunk(params, ranks, positions);
-  const uint32_t* const begins = workspace.counters + chunk.first_row;
-  const uint32_t* const bases = ranks.chunk_base + blockIdx.x * ranks.chunk_rows;
-  visit_entries(params, chunk, positions, [&](uint32_t entry, int64_t row, int32_t pair) {
-    const uint32_t place = begins[row] + (chunk.rows > 0 ? bases[row] : 0) +
-                           ranks.entry_rank[chunk.first_entry + entry];
-    params.pairs[place] = pair;
-  });
-}
-
-// Past the last pair and the last item.
-static __global__ void __launch_bounds__(kThreads)
-    msa_kv_block_schedule_fill_sm80_kernel(const __grid_constant__ KVBlockScheduleParams params,
-                                           int64_t num_rows, int64_t num_pairs) {
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t i = params.row_ptr[num_rows] + first; i < num_pairs; i += step) {
-    params.pairs[i] = -1;
-  }
-  for (int64_t i = 3 * int64_t{*params.num_work_items} + first; i < 3 * params.max_work_items;
-       i += step) {
-    params.work_items[i] = -1;
+  if (chunk.rows == 0) {
+    visit_many_rows(params, ranks, chunk, shared.positions, [&](uint32_t entry, int64_t row) {
+      ranks.entry_rank[chunk.first_entry + entry] = atomicAdd(counters + row, 1);
+    });
   }
 }
 
@@ -167,13 +305,14 @@ __device__ __forceinline__ Sums sums_of_row(uint32_t num_pairs, uint32_t max_que
 }
 
 // Exclusive sum over the CTA's threads; `total` is their sum.
-__device__ __forceinline__ Sums scan_threads(Sums value, Sums& total) {
-  __shared__ Sums warp_sums[kScanThreads / 32];
+template <typename Number>
+__device__ __forceinline__ Number scan_threads(Number value, Number& total) {
+  __shared__ Number warp_sums[kScanThreads / 32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Sums inclusive = sum_up_to_lane(value);
+  const Number inclusive = sum_up_to_lane(value);
   if (lane == 31) warp_sums[warp] = inclusive;
   __syncthreads();
-  Sums before = 0;
+  Number before = 0;
   total = 0;
 #pragma unroll
   for (int w = 0; w < kScanThreads / 32; ++w) {
@@ -284,6 +423,192 @@ static __global__ void __launch_bounds__(kScanThreads)
     params.items.write(first_item + static_cast<int64_t>(part), item,
                        begin + static_cast<int32_t>(item_begin(count, items, part)),
                        begin + static_cast<int32_t>(item_begin(count, items, part + 1)));
+  }
+}
+
+// What a CTA of scatter knows of the rows that are its own to write.
+struct OwnRows {
+  Sums before[kCtaRows];  // of all rows before
+  uint32_t counts[kCtaRows];
+};
+
+// The sum of all rows. Adds the begin of each of the chunk's to `histogram`.
+__device__ __forceinline__ Sums sum_rows(const uint32_t* counters, uint32_t num_rows,
+                                         const Ranks& ranks, const Chunk& chunk,
+                                         uint32_t* histogram, OwnRows& own) {
+  const auto sums_of = [&](uint32_t count) {
+    const uint32_t full = ranks.by_limit(count);
+    const uint32_t items = full + (full * ranks.by_limit.divisor != count);
+    return static_cast<Sums>(items) << kItemShift | count;
+  };
+  // Two rows a load: counters lie at a multiple of 8 bytes, and the ticket behind the last.
+  const uint32_t thread_rows = (num_rows + 2 * kThreads - 1) / (2 * kThreads) * 2;
+  const uint32_t first = min(threadIdx.x * thread_rows, num_rows);
+  const uint32_t last = min(first + thread_rows, num_rows);
+  const auto load = [&](uint32_t row) {
+    uint2 counts = *reinterpret_cast<const uint2*>(counters + row);
+    if (row + 1 == num_rows) counts.y = 0;
+    return counts;
+  };
+  Sums mine = 0, all;
+#pragma unroll 2
+  for (uint32_t row = first; row < last; row += 2) {
+    const uint2 counts = load(row);
+    mine += sums_of(counts.x) + sums_of(counts.y);
+  }
+  Sums before = scan_threads(mine, all);
+  const auto chunk_row = static_cast<uint32_t>(chunk.first_row);
+  const uint32_t cta_rows = ranks.cta_rows, own_row = blockIdx.x * cta_rows;
+#pragma unroll 1
+  for (uint32_t row = first; row < last; row += 2) {
+    const uint2 counts = load(row);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t count = i == 0 ? counts.x : counts.y;
+      const uint32_t in_chunk = row + i - chunk_row, in_own = row + i - own_row;
+      if (in_chunk < static_cast<uint32_t>(chunk.rows)) {
+        histogram[in_chunk] += static_cast<uint32_t>(before & kFieldMask);
+      }
+      if (in_own < cta_rows) {
+        own.before[in_own] = before;
+        own.counts[in_own] = count;
+      }
+      before += sums_of(count);
+    }
+  }
+  return all;
+}
+
+// row_ptr and work items of the CTA's own rows, a warp a row.
+__device__ __forceinline__ void write_own_rows(const KVBlockScheduleParams& params,
+                                               uint32_t num_rows, uint32_t cta_rows,
+                                               const OwnRows& own) {
+  const uint32_t first = min(blockIdx.x * cta_rows, num_rows);
+  const uint32_t rows = min(cta_rows, num_rows - first);
+  const RowItems target{params.work_items};
+#pragma unroll 1
+  for (uint32_t row = threadIdx.x / 32; row < rows; row += kWarps) {
+    const uint32_t count = own.counts[row];
+    const uint32_t items = row_items(count, static_cast<uint32_t>(params.max_queries_per_item));
+    const auto begin = static_cast<int32_t>(own.before[row] & kFieldMask);
+    const auto first_item = static_cast<int64_t>(own.before[row] >> kItemShift);
+    if (threadIdx.x % 32 == 0) params.row_ptr[first + row] = begin;
+#pragma unroll 1
+    for (uint32_t part = threadIdx.x % 32; part < items; part += 32) {
+      target.write(first_item + part, static_cast<int32_t>(first + row),
+                   begin + static_cast<int32_t>(item_begin(count, items, part)),
+                   begin + static_cast<int32_t>(item_begin(count, items, part + 1)));
+    }
+  }
+}
+
+// Puts the chunk's entries into `sorted`, row << 16 | entry, by row; returns how many. Leaves a
+// row's begin there and its entries << 16 in `histogram`.
+__device__ __forceinline__ uint32_t sort_chunk(const Ranks& ranks, const Chunk& chunk,
+                                               SharedChunk& shared, uint32_t* histogram,
+                                               uint32_t* sorted) {
+  uint32_t* const kept = ids_of(shared);  // in place of the ids: row << 16 | rank
+  const uint32_t stride = ranks.id_bytes / 4;
+  visit_rows(ranks, chunk, shared, [&](uint32_t first, const uint32_t (&rows)[kBatch]) {
+    uint32_t placed[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      placed[i] = rows[i] == kNone ? kNone : rows[i] << 16 | atomicAdd(histogram + rows[i], 1);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const uint32_t entry = first + i * kThreads;
+      if (entry < chunk.entries) kept[entry * stride] = placed[i];
+    }
+  });
+  __syncthreads();
+  const auto rows = static_cast<uint32_t>(chunk.rows);
+  const uint32_t thread_rows = (rows + kThreads - 1) / kThreads;
+  const uint32_t first_row = min(threadIdx.x * thread_rows, rows);
+  const uint32_t last_row = min(first_row + thread_rows, rows);
+  uint32_t mine = 0, all;
+#pragma unroll 1
+  for (uint32_t row = first_row; row < last_row; ++row) mine += histogram[row];
+  uint32_t begin = scan_threads(mine, all);
+#pragma unroll 1
+  for (uint32_t row = first_row; row < last_row; ++row) {
+    const uint32_t count = histogram[row];
+    histogram[row] = begin | count << 16;
+    begin += count;
+  }
+  __syncthreads();
+#pragma unroll 4
+  for (uint32_t entry = threadIdx.x; entry < chunk.entries; entry += kThreads) {
+    const uint32_t placed = kept[entry * stride];
+    if (placed == kNone) continue;
+    const uint32_t row = placed >> 16;
+    sorted[(histogram[row] & 0xffff) + (placed & 0xffff)] = row << 16 | entry;
+  }
+  __syncthreads();
+  return all;
+}
+
+static __global__ void __launch_bounds__(kThreads)
+    msa_kv_block_schedule_scatter_sm80_kernel(const __grid_constant__ KVBlockScheduleParams params,
+                                              const Workspace workspace, const Ranks ranks) {
+  extern __shared__ __align__(16) uint8_t shared_memory[];
+  __shared__ OwnRows own;
+  __shared__ uint32_t sorted[kChunkEntries];
+  SharedChunk& shared = *reinterpret_cast<SharedChunk*>(shared_memory);
+  uint32_t* const histogram = ids_of(shared) + ranks.ids_bytes / 4;
+  const auto num_rows = static_cast<uint32_t>(params.ids.num_heads * params.batch.num_requests *
+                                              params.batch.max_pages);
+#pragma unroll 1
+  for (int row = threadIdx.x; row < ranks.chunk_rows; row += kThreads) histogram[row] = 0;
+  const Chunk chunk = load_chunk(params, ranks, shared);
+  const uint32_t counted = chunk.rows > 0 ? sort_chunk(ranks, chunk, shared, histogram, sorted) : 0;
+
+  wait_for_previous_kernel();
+  const uint32_t* const begins = workspace.counters + chunk.first_row;
+  const uint32_t* const bases = ranks.chunk_base + blockIdx.x * ranks.chunk_rows;
+#pragma unroll 1
+  for (int row = threadIdx.x; row < chunk.rows; row += kThreads) {
+    const uint32_t place = histogram[row] & 0xffff, count = histogram[row] >> 16;
+    if (count == 0) continue;  // nobody wrote its base
+    histogram[row] = bases[row] - place + (ranks.cta_rows == 0 ? begins[row] : 0);
+  }
+  Sums all;
+  if (ranks.cta_rows > 0) {
+    all = sum_rows(workspace.counters, num_rows, ranks, chunk, histogram, own);
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+      params.row_ptr[num_rows] = static_cast<int32_t>(all & kFieldMask);
+      *params.num_work_items = static_cast<int32_t>(all >> kItemShift);
+    }
+  } else {
+    all = static_cast<Sums>(*params.num_work_items) << kItemShift | params.row_ptr[num_rows];
+  }
+  __syncthreads();
+
+  const auto first_pair = static_cast<uint32_t>(chunk.first_token * params.ids.topk);
+#pragma unroll 4
+  for (uint32_t i = threadIdx.x; i < counted; i += kThreads) {
+    const uint32_t row = sorted[i] >> 16, entry = sorted[i] & 0xffff;
+    params.pairs[histogram[row] + i] = static_cast<int32_t>(first_pair + entry);
+  }
+  if (ranks.cta_rows > 0) write_own_rows(params, num_rows, ranks.cta_rows, own);
+  if (chunk.rows == 0) {
+    visit_many_rows(params, ranks, chunk, shared.positions, [&](uint32_t entry, int64_t row) {
+      params.pairs[begins[row] + ranks.entry_rank[chunk.first_entry + entry]] =
+          static_cast<int32_t>(first_pair + entry);
+    });
+  }
+
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
+  const int64_t num_pairs = params.ids.num_heads * params.batch.num_tokens * params.ids.topk;
+#pragma unroll 1
+  for (int64_t i = static_cast<int64_t>(all & kFieldMask) + thread; i < num_pairs; i += threads) {
+    params.pairs[i] = -1;
+  }
+#pragma unroll 1
+  for (int64_t i = 3 * static_cast<int64_t>(all >> kItemShift) + thread;
+       i < 3 * params.max_work_items; i += threads) {
+    params.work_items[i] = -1;
   }
 }
 
