@@ -28,10 +28,10 @@ HOT_KERNELS = {
     "msa_index_score_stream_sm90_kernel": (HOPPER, {"HMMA", "UBLKCP", "SYNCS", "LDS.128"}),
     "msa_index_score_tile_sm80_kernel": (PORTABLE, {"HMMA", "LDGSTS.E", "LDS.128"}),
     "msa_index_score_tile_sm90_kernel": (HOPPER, {"HGMMA", "UTMALDG", "USETMAXREG"}),
-    "msa_kv_block_schedule_count_sm80_kernel": (PORTABLE, {"ATOMS"}),
-    "msa_kv_block_schedule_fill_sm80_kernel": (PORTABLE, set()),
+    "msa_kv_block_schedule_clear_sm80_kernel": (PORTABLE, set()),
+    "msa_kv_block_schedule_count_sm80_kernel": (PORTABLE, {"ATOMS", "LDGSTS.E"}),
     "msa_kv_block_schedule_scan_sm80_kernel": (PORTABLE, {"SHFL"}),
-    "msa_kv_block_schedule_scatter_sm80_kernel": (PORTABLE, set()),
+    "msa_kv_block_schedule_scatter_sm80_kernel": (PORTABLE, {"ATOMS", "LDGSTS.E"}),
     "msa_merge_lse_sm80_kernel": (PORTABLE, {"LDGSTS.E"}),
     "msa_normalize_patches_sm80_kernel": (PORTABLE, {"PRMT", "LDS.128"}),
     "msa_rescore_candidates_sm90_kernel": (HOPPER, {"HGMMA", "F2FP.F16.E4M3.UNPACK_B"}),
@@ -53,9 +53,7 @@ HOT_KERNELS = {
 # Launched after all that came before: they wait for nothing. Every other kernel may be launched by
 # programmatic dependent launch, and then starts while the kernel before it still writes.
 NEVER_DEPENDENT = {
-    "msa_kv_block_schedule_count_sm80_kernel",
-    "msa_kv_block_schedule_fill_sm80_kernel",
-    "msa_kv_block_schedule_scatter_sm80_kernel",
+    "msa_kv_block_schedule_clear_sm80_kernel",
     "msa_merge_lse_sm80_kernel",
     "msa_normalize_patches_sm80_kernel",
     "msa_sparse_prefill_sm80_kernel",

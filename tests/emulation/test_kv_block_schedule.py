@@ -48,7 +48,10 @@ def test_wild_ids(emulator, dtype):
     some = torch.rand(ids.shape, generator=generator) < 0.5
     ids = torch.where(some, torch.randint(-3, 60, ids.shape, generator=generator), ids).to(dtype)
     check(emulator, ids, *case.batch[1:], case.block_table.size(1))
-    # Not at a multiple of 16 bytes, and rows that are.
+    if dtype == torch.int64:  # ids whose lower words are blocks
+        high = torch.randint(-1, 2, ids.shape, generator=generator) << 32
+        check(emulator, ids % 40 + high, *case.batch[1:], case.block_table.size(1))
+    # Not at a multiple of 16 bytes.
     moved = torch.full((ids.numel() + 1,), 3, dtype=dtype)[1:].view(ids.shape).copy_(ids)
     check(emulator, moved, *case.batch[1:], case.block_table.size(1))
 

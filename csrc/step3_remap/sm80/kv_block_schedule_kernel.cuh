@@ -441,15 +441,11 @@ __device__ __forceinline__ Sums sum_rows(const uint32_t* counters, uint32_t num_
     const uint32_t items = full + (full * ranks.by_limit.divisor != count);
     return static_cast<Sums>(items) << kItemShift | count;
   };
-  // Two rows a load: counters lie at a multiple of 8 bytes, and the ticket behind the last.
+  // Two rows a load: counters lie at a multiple of 8 bytes, and behind the last is the ticket, 0.
   const uint32_t thread_rows = (num_rows + 2 * kThreads - 1) / (2 * kThreads) * 2;
   const uint32_t first = min(threadIdx.x * thread_rows, num_rows);
   const uint32_t last = min(first + thread_rows, num_rows);
-  const auto load = [&](uint32_t row) {
-    uint2 counts = *reinterpret_cast<const uint2*>(counters + row);
-    if (row + 1 == num_rows) counts.y = 0;
-    return counts;
-  };
+  const auto load = [&](uint32_t row) { return *reinterpret_cast<const uint2*>(counters + row); };
   Sums mine = 0, all;
 #pragma unroll 2
   for (uint32_t row = first; row < last; row += 2) {
