@@ -243,7 +243,7 @@ class Emulator:
         self, ids, cu_seqlens_q, seq_lens, max_blocks: int, max_queries_per_item: int = 64
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """row_ptr, pairs, work items and how many."""
-        heads, tokens, topk = ids.shape
+        heads, tokens, _ = ids.shape
         rows, pairs = heads * seq_lens.numel() * max_blocks, ids.numel()
         items = min(rows, pairs) + pairs // max_queries_per_item
         sizes = ((rows + 1,), (pairs,), (items, 3), (1,))
