@@ -81,11 +81,12 @@ void run_kv_block_schedule(const KVBlockScheduleParams& params, const ExecContex
   const auto stream = static_cast<cudaStream_t>(context.stream);
   const Scratch scratch = cut_scratch(params);
   const auto shared_bytes = static_cast<int>(sm80::shared_bytes(scratch.ranks));
-  // Each launch takes what it needs of it.
-  raise_shared_memory_limit<sm80::msa_kv_block_schedule_count_sm80_kernel>(
-      context.op, context.device, kMostSharedBytes);
-  raise_shared_memory_limit<sm80::msa_kv_block_schedule_scatter_sm80_kernel>(
-      context.op, context.device, kMostSharedBytes);
+  // Each launch takes what it needs of it. CTAs of both fit an SM, so that scatter spreads over all
+  // of them while count still runs.
+  allow_shared_memory<sm80::msa_kv_block_schedule_count_sm80_kernel>(context.op, context.device,
+                                                                     kMostSharedBytes);
+  allow_shared_memory<sm80::msa_kv_block_schedule_scatter_sm80_kernel>(context.op, context.device,
+                                                                       kMostSharedBytes);
   launch_in_stream(
       context.op, "launching msa_kv_block_schedule_clear_sm80_kernel", false,
       sm80::msa_kv_block_schedule_clear_sm80_kernel,

@@ -45,7 +45,7 @@ constexpr int kScanThreads = 512;
 constexpr int kChunkTokens = 256;            // of a chunk at most
 constexpr int kChunkEntries = 4096;          // at most
 constexpr int kNearRequests = kThreads - 1;  // whose lengths a CTA keeps in shared memory
-constexpr int kFoldedRows = 16384;           // that every CTA of scatter sums up by itself
+constexpr int kFoldedRows = 4096;            // that every CTA of scatter sums up by itself
 constexpr int kCtaRows = 64;                 // of which such a CTA writes row_ptr and items
 constexpr int kBatch = 4;                    // entries that a thread looks up at a time
 constexpr uint32_t kNone = ~0u;
@@ -220,23 +220,22 @@ __device__ __forceinline__ Chunk load_chunk(const KVBlockScheduleParams& params,
 template <typename Visit>
 __device__ __forceinline__ void visit_rows(const Ranks& ranks, const Chunk& chunk,
                                            SharedChunk& shared, const Visit& visit) {
-  const bool is_wide = ranks.id_bytes == 8;
+  const uint32_t words = ranks.id_bytes / 4;  // of an id
   const uint32_t* const ids = ids_of(shared);
 #pragma unroll 1
   for (uint32_t first = threadIdx.x; first < chunk.entries; first += kBatch * kThreads) {
     uint32_t rows[kBatch];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const uint32_t entry = first + i * kThreads;
-      rows[i] = kNone;
-      if (entry >= chunk.entries) continue;
+    for (int i = 0; i < kBatch; ++i) {  // without branches, so that loads do not wait for others
+      const uint32_t entry = min(first + i * kThreads, chunk.entries - 1);
       const uint32_t token = ranks.by_topk(entry), slot = entry - token * ranks.by_topk.divisor;
-      const TokenRows rows_of_token = shared.tokens[token];
-      const uint32_t low = ids[is_wide ? 2 * entry : entry];
-      const uint32_t high = is_wide ? ids[2 * entry + 1] : 0;
-      const auto visible = static_cast<uint32_t>(rows_of_token.visible);
+      const TokenRows of_token = shared.tokens[token];
+      const uint32_t low = ids[entry * words], high = ids[entry * words + words - 1];
+      const auto visible = static_cast<uint32_t>(of_token.visible);
       // A negative id is a large one.
-      if (slot < visible && low < visible && high == 0) rows[i] = rows_of_token.first_row + low;
+      const bool counts = (first + i * kThreads == entry) & (slot < visible) & (low < visible) &
+                          (words == 1 || high == 0);
+      rows[i] = counts ? of_token.first_row + low : kNone;
     }
     visit(first, rows);
   }
@@ -432,10 +431,13 @@ struct OwnRows {
   uint32_t counts[kCtaRows];
 };
 
-// The sum of all rows. Adds the begin of each of the chunk's to `histogram`.
+// The sum of all rows. Adds the begin of each of the chunk's to `histogram`, once set_bases() has
+// set it.
+template <typename SetBases>
 __device__ __forceinline__ Sums sum_rows(const uint32_t* counters, uint32_t num_rows,
                                          const Ranks& ranks, const Chunk& chunk,
-                                         uint32_t* histogram, OwnRows& own) {
+                                         uint32_t* histogram, OwnRows& own,
+                                         const SetBases& set_bases) {
   const auto sums_of = [&](uint32_t count) {
     const uint32_t full = ranks.by_limit(count);
     const uint32_t items = full + (full * ranks.by_limit.divisor != count);
@@ -452,6 +454,7 @@ __device__ __forceinline__ Sums sum_rows(const uint32_t* counters, uint32_t num_
     const uint2 counts = load(row);
     mine += sums_of(counts.x) + sums_of(counts.y);
   }
+  set_bases();
   Sums before = scan_threads(mine, all);
   const auto chunk_row = static_cast<uint32_t>(chunk.first_row);
   const uint32_t cta_rows = ranks.cta_rows, own_row = blockIdx.x * cta_rows;
@@ -562,20 +565,29 @@ static __global__ void __launch_bounds__(kThreads)
   wait_for_previous_kernel();
   const uint32_t* const begins = workspace.counters + chunk.first_row;
   const uint32_t* const bases = ranks.chunk_base + blockIdx.x * ranks.chunk_rows;
+  // A thread's first base is on its way while it sums up rows.
+  uint32_t* const thread_row = histogram + threadIdx.x;
+  const bool has_row = static_cast<int>(threadIdx.x) < chunk.rows && *thread_row >> 16 != 0;
+  uint32_t base = has_row ? bases[threadIdx.x] : 0;
+  if (ranks.cta_rows == 0 && has_row) base += begins[threadIdx.x];
+  const auto set_bases = [&] {
+    if (has_row) *thread_row = base - (*thread_row & 0xffff);
 #pragma unroll 1
-  for (int row = threadIdx.x; row < chunk.rows; row += kThreads) {
-    const uint32_t place = histogram[row] & 0xffff, count = histogram[row] >> 16;
-    if (count == 0) continue;  // nobody wrote its base
-    histogram[row] = bases[row] - place + (ranks.cta_rows == 0 ? begins[row] : 0);
-  }
+    for (int row = threadIdx.x + kThreads; row < chunk.rows; row += kThreads) {
+      const uint32_t place = histogram[row] & 0xffff, count = histogram[row] >> 16;
+      if (count == 0) continue;  // nobody wrote its base
+      histogram[row] = bases[row] - place + (ranks.cta_rows == 0 ? begins[row] : 0);
+    }
+  };
   Sums all;
   if (ranks.cta_rows > 0) {
-    all = sum_rows(workspace.counters, num_rows, ranks, chunk, histogram, own);
+    all = sum_rows(workspace.counters, num_rows, ranks, chunk, histogram, own, set_bases);
     if (blockIdx.x == 0 && threadIdx.x == 0) {
       params.row_ptr[num_rows] = static_cast<int32_t>(all & kFieldMask);
       *params.num_work_items = static_cast<int32_t>(all >> kItemShift);
     }
   } else {
+    set_bases();
     all = static_cast<Sums>(*params.num_work_items) << kItemShift | params.row_ptr[num_rows];
   }
   __syncthreads();
