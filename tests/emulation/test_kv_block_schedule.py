@@ -57,11 +57,12 @@ def test_wild_ids(emulator, dtype):
 
 
 @pytest.mark.parametrize(
-    ("max_blocks", "kernels"), [(8192, KERNELS), (8193, WITH_SCAN), (3000, WITH_SCAN)]
+    ("max_blocks", "kernels"),
+    [(2048, KERNELS), (2049, WITH_SCAN), (3000, WITH_SCAN), (8192, WITH_SCAN), (8193, WITH_SCAN)],
 )
 def test_wide_tables(emulator, max_blocks, kernels):
     """A request's rows fit the histogram, or do not, or only those of one request do."""
-    lengths = [(70, 5000)] if max_blocks > 3000 else [(40, 3000), (0, 5), (50, 6000), (3, 999)]
+    lengths = [(70, 5000)] if max_blocks != 3000 else [(40, 3000), (0, 5), (50, 6000), (3, 999)]
     case = make_case(lengths, hq=2, hkv=2, padding_rows=40)
     check(emulator, case.ids, *case.batch[1:], max_blocks, kernels=kernels)
 
