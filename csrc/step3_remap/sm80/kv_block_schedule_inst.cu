@@ -56,15 +56,12 @@ Scratch cut_scratch(const KVBlockScheduleParams& params) {
   ranks.by_limit = sm80::division_by(static_cast<uint32_t>(params.max_queries_per_item));
   scratch.chunks = std::max(int64_t{1}, heads * chunks);
   scratch.scatter_ctas = scratch.chunks;
-  // A CTA that sums up all rows may begin at any; one that counts in memory cannot.
-  const bool folded = scratch.num_rows <= sm80::kFoldedRows && head_rows <= kHistogramRows;
-  if (folded) {
+  ranks.cta_rows = 0;
+  if (scratch.num_rows <= sm80::kSummedRows) {
     scratch.scatter_ctas =
-        std::max(scratch.scatter_ctas, (scratch.num_rows + sm80::kCtaRows - 1) / sm80::kCtaRows);
-    ranks.cta_rows = static_cast<int32_t>(
-        std::max(int64_t{1}, (scratch.num_rows + scratch.scatter_ctas - 1) / scratch.scatter_ctas));
-  } else {
-    ranks.cta_rows = 0;
+        std::max(scratch.chunks, (scratch.num_rows + sm80::kCtaRows - 1) / sm80::kCtaRows);
+    ranks.cta_rows =
+        static_cast<int32_t>((scratch.num_rows + scratch.scatter_ctas - 1) / scratch.scatter_ctas);
   }
   scratch.bytes = (scratch.counter_words + entries + heads * chunks * ranks.chunk_rows) *
                   int64_t{sizeof(uint32_t)};
@@ -77,43 +74,54 @@ int64_t kv_block_schedule_workspace_bytes(const KVBlockScheduleParams& params) {
   return cut_scratch(params).bytes;
 }
 
+namespace {
+
+template <bool kScanned>
+void scatter(const KVBlockScheduleParams& params, const Scratch& scratch,
+             const ExecContext& context) {
+  constexpr auto kernel = sm80::msa_kv_block_schedule_scatter_sm80_kernel<kScanned>;
+  allow_shared_memory<kernel>(context.op, context.device, kMostSharedBytes);
+  launch_portable<kernel>(context, "launching msa_kv_block_schedule_scatter_sm80_kernel",
+                          dim3(static_cast<unsigned>(scratch.scatter_ctas)), sm80::kThreads,
+                          static_cast<int>(sm80::shared_bytes(scratch.ranks)), params,
+                          scratch.counters, scratch.ranks);
+}
+
+}  // namespace
+
 void run_kv_block_schedule(const KVBlockScheduleParams& params, const ExecContext& context) {
-  const auto stream = static_cast<cudaStream_t>(context.stream);
   const Scratch scratch = cut_scratch(params);
-  const auto shared_bytes = static_cast<int>(sm80::shared_bytes(scratch.ranks));
-  // Each launch takes what it needs of it. CTAs of both fit an SM, so that scatter spreads over all
-  // of them while count still runs.
-  allow_shared_memory<sm80::msa_kv_block_schedule_count_sm80_kernel>(context.op, context.device,
-                                                                     kMostSharedBytes);
-  allow_shared_memory<sm80::msa_kv_block_schedule_scatter_sm80_kernel>(context.op, context.device,
-                                                                       kMostSharedBytes);
   launch_in_stream(
       context.op, "launching msa_kv_block_schedule_clear_sm80_kernel", false,
       sm80::msa_kv_block_schedule_clear_sm80_kernel,
       dim3(static_cast<unsigned>(
           std::min(kMostClearCtas, (scratch.counter_words + sm80::kThreads - 1) / sm80::kThreads))),
-      sm80::kThreads, 0, stream, static_cast<uint32_t*>(params.workspace), scratch.counter_words);
-  launch_portable<sm80::msa_kv_block_schedule_count_sm80_kernel>(
-      context, "launching msa_kv_block_schedule_count_sm80_kernel",
-      dim3(static_cast<unsigned>(scratch.chunks)), sm80::kThreads, shared_bytes, params,
-      scratch.counters, scratch.ranks);
-  if (scratch.ranks.cta_rows == 0) {
-    launch_portable<sm80::msa_kv_block_schedule_scan_sm80_kernel<sm80::RowItems>>(
-        context, "launching msa_kv_block_schedule_scan_sm80_kernel",
-        dim3(static_cast<unsigned>(sm80::scan_ctas(scratch.num_rows))), sm80::kScanThreads, 0,
-        sm80::ScanParams<sm80::RowItems>{scratch.num_rows,
-                                         static_cast<uint32_t>(params.max_queries_per_item),
-                                         params.row_ptr,
-                                         {params.work_items},
-                                         params.num_work_items,
-                                         0,
-                                         nullptr},
-        scratch.counters);
+      sm80::kThreads, 0, static_cast<cudaStream_t>(context.stream),
+      static_cast<uint32_t*>(params.workspace), scratch.counter_words);
+  // Each launch takes what it needs of the shared memory. An SM has room for CTAs of both kernels,
+  // so that scatter spreads over all SMs while count still runs.
+  constexpr auto count = sm80::msa_kv_block_schedule_count_sm80_kernel;
+  allow_shared_memory<count>(context.op, context.device, kMostSharedBytes);
+  launch_portable<count>(context, "launching msa_kv_block_schedule_count_sm80_kernel",
+                         dim3(static_cast<unsigned>(scratch.chunks)), sm80::kThreads,
+                         static_cast<int>(sm80::shared_bytes(scratch.ranks)), params,
+                         scratch.counters, scratch.ranks);
+  if (scratch.num_rows <= sm80::kSummedRows) {
+    scatter<false>(params, scratch, context);
+    return;
   }
-  launch_portable<sm80::msa_kv_block_schedule_scatter_sm80_kernel>(
-      context, "launching msa_kv_block_schedule_scatter_sm80_kernel",
-      dim3(static_cast<unsigned>(scratch.scatter_ctas)), sm80::kThreads, shared_bytes, params,
-      scratch.counters, scratch.ranks);
+  launch_portable<sm80::msa_kv_block_schedule_scan_sm80_kernel<sm80::RowItems>>(
+      context, "launching msa_kv_block_schedule_scan_sm80_kernel",
+      dim3(static_cast<unsigned>(sm80::scan_ctas(scratch.num_rows))), sm80::kScanThreads, 0,
+      sm80::ScanParams<sm80::RowItems>{scratch.num_rows,
+                                       static_cast<uint32_t>(params.max_queries_per_item),
+                                       params.row_ptr,
+                                       {params.work_items},
+                                       params.num_work_items,
+                                       0,
+                                       nullptr},
+      scratch.counters);
+  scatter<true>(params, scratch, context);
 }
 
 }  // namespace msa

@@ -8,7 +8,7 @@
 //   count    a CTA a (KV head, chunk of tokens): its entries into a histogram of its requests' rows
 //            in shared memory, which goes into the counters: that gives the chunk's base in each
 //            row. Too many rows: straight into the counters, with each entry's rank in its row
-//   scan     only of more than kFoldedRows rows, else each CTA of scatter sums up all of them:
+//   scan     only of more than kSummedRows rows, else each CTA of scatter sums up all of them:
 //            kScanThreads rows a CTA; a warp of each adds up what the CTAs before published, back
 //            to one that knows all before it. Writes row_ptr and the work items of its rows, and
 //            turns each counter into the row's first pair
@@ -45,10 +45,11 @@ constexpr int kScanThreads = 512;
 constexpr int kChunkTokens = 256;            // of a chunk at most
 constexpr int kChunkEntries = 4096;          // at most
 constexpr int kNearRequests = kThreads - 1;  // whose lengths a CTA keeps in shared memory
-constexpr int kFoldedRows = 4096;            // that every CTA of scatter sums up by itself
-constexpr int kCtaRows = 64;                 // of which such a CTA writes row_ptr and items
+constexpr int kSummedRows = 4096;            // that every CTA of scatter sums up by itself
+constexpr int kCtaRows = kWarps;             // of which such a CTA writes row_ptr and items
 constexpr int kBatch = 4;                    // entries that a thread looks up at a time
 constexpr uint32_t kNone = ~0u;
+static_assert(kSummedRows <= kHistogramRows, "a chunk of fewer rows counts all it has");
 static_assert(kThreads == kScanThreads, "scan_threads() serves both");
 static_assert(kChunkTokens <= kThreads, "a thread a token");
 static_assert(kHistogramRows < 1 << 16 && kChunkEntries < 1 << 16, "both in one word, none kNone");
@@ -109,8 +110,8 @@ struct Ranks {
   int32_t chunk_tokens;
   int32_t ids_bytes;  // that a CTA keeps of the ids
   int32_t id_bytes;
-  int32_t copied_ids;  // at a time, adjacent in memory: 16 bytes, or one id
-  int32_t cta_rows;    // of which a CTA of scatter writes row_ptr and items; 0: scan did
+  int32_t copied_ids;                     // at a time, adjacent in memory: 16 bytes, or one id
+  int32_t cta_rows;                       // of which a CTA of scatter writes row_ptr and items
   Division by_topk, by_limit, by_chunks;  // chunks of a head
 };
 
@@ -428,54 +429,66 @@ static __global__ void __launch_bounds__(kScanThreads)
 // What a CTA of scatter knows of the rows that are its own to write.
 struct OwnRows {
   Sums before[kCtaRows];  // of all rows before
-  uint32_t counts[kCtaRows];
+  Sums sums[kCtaRows];    // of the row
 };
 
-// The sum of all rows. Adds the begin of each of the chunk's to `histogram`, once set_bases() has
-// set it.
-template <typename SetBases>
-__device__ __forceinline__ Sums sum_rows(const uint32_t* counters, uint32_t num_rows,
-                                         const Ranks& ranks, const Chunk& chunk,
-                                         uint32_t* histogram, OwnRows& own,
-                                         const SetBases& set_bases) {
-  const auto sums_of = [&](uint32_t count) {
-    const uint32_t full = ranks.by_limit(count);
-    const uint32_t items = full + (full * ranks.by_limit.divisor != count);
-    return static_cast<Sums>(items) << kItemShift | count;
-  };
-  // Two rows a load: counters lie at a multiple of 8 bytes, and behind the last is the ticket, 0.
-  const uint32_t thread_rows = (num_rows + 2 * kThreads - 1) / (2 * kThreads) * 2;
-  const uint32_t first = min(threadIdx.x * thread_rows, num_rows);
-  const uint32_t last = min(first + thread_rows, num_rows);
-  const auto load = [&](uint32_t row) { return *reinterpret_cast<const uint2*>(counters + row); };
-  Sums mine = 0, all;
-#pragma unroll 2
-  for (uint32_t row = first; row < last; row += 2) {
-    const uint2 counts = load(row);
-    mine += sums_of(counts.x) + sums_of(counts.y);
+// The rows that a thread sums up, in pairs: counters lie at a multiple of 8 bytes, and behind the
+// last is the ticket, 0.
+struct ThreadRows {
+  const uint32_t* counters;
+  uint32_t first, last;
+  Division by_limit;
+
+  __device__ __forceinline__ uint2 load(uint32_t row) const {
+    return *reinterpret_cast<const uint2*>(counters + row);
   }
-  set_bases();
-  Sums before = scan_threads(mine, all);
+  __device__ __forceinline__ Sums sums_of(uint32_t count) const {
+    const uint32_t full = by_limit(count);
+    const uint32_t items = full + (full * by_limit.divisor != count);
+    return static_cast<Sums>(items) << kItemShift | count;
+  }
+};
+
+__device__ __forceinline__ ThreadRows thread_rows(const uint32_t* counters, uint32_t num_rows,
+                                                  const Division& by_limit) {
+  const uint32_t rows = (num_rows + 2 * kThreads - 1) / (2 * kThreads) * 2;
+  const uint32_t first = min(threadIdx.x * rows, num_rows);
+  return {counters, first, min(first + rows, num_rows), by_limit};
+}
+
+__device__ __forceinline__ Sums sum_rows(const ThreadRows& rows) {
+  Sums sum = 0;
+#pragma unroll 2
+  for (uint32_t row = rows.first; row < rows.last; row += 2) {
+    const uint2 counts = rows.load(row);
+    sum += rows.sums_of(counts.x) + rows.sums_of(counts.y);
+  }
+  return sum;
+}
+
+// Adds the begins of the chunk's rows to `histogram`, and keeps what is known of the CTA's own.
+// `before`: the sum of all threads before.
+__device__ __forceinline__ void place_rows(const ThreadRows& rows, Sums before, const Ranks& ranks,
+                                           const Chunk& chunk, uint32_t* histogram, OwnRows& own) {
   const auto chunk_row = static_cast<uint32_t>(chunk.first_row);
   const uint32_t cta_rows = ranks.cta_rows, own_row = blockIdx.x * cta_rows;
 #pragma unroll 1
-  for (uint32_t row = first; row < last; row += 2) {
-    const uint2 counts = load(row);
+  for (uint32_t row = rows.first; row < rows.last; row += 2) {
+    const uint2 counts = rows.load(row);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint32_t count = i == 0 ? counts.x : counts.y;
+      const Sums sums = rows.sums_of(i == 0 ? counts.x : counts.y);
       const uint32_t in_chunk = row + i - chunk_row, in_own = row + i - own_row;
       if (in_chunk < static_cast<uint32_t>(chunk.rows)) {
         histogram[in_chunk] += static_cast<uint32_t>(before & kFieldMask);
       }
       if (in_own < cta_rows) {
         own.before[in_own] = before;
-        own.counts[in_own] = count;
+        own.sums[in_own] = sums;
       }
-      before += sums_of(count);
+      before += sums;
     }
   }
-  return all;
 }
 
 // row_ptr and work items of the CTA's own rows, a warp a row.
@@ -483,21 +496,19 @@ __device__ __forceinline__ void write_own_rows(const KVBlockScheduleParams& para
                                                uint32_t num_rows, uint32_t cta_rows,
                                                const OwnRows& own) {
   const uint32_t first = min(blockIdx.x * cta_rows, num_rows);
-  const uint32_t rows = min(cta_rows, num_rows - first);
+  const uint32_t row = threadIdx.x / 32;
+  if (row >= min(cta_rows, num_rows - first)) return;
+  const auto count = static_cast<uint32_t>(own.sums[row] & kFieldMask);
+  const auto items = static_cast<uint32_t>(own.sums[row] >> kItemShift);
+  const auto begin = static_cast<int32_t>(own.before[row] & kFieldMask);
+  const auto first_item = static_cast<int64_t>(own.before[row] >> kItemShift);
   const RowItems target{params.work_items};
+  if (threadIdx.x % 32 == 0) params.row_ptr[first + row] = begin;
 #pragma unroll 1
-  for (uint32_t row = threadIdx.x / 32; row < rows; row += kWarps) {
-    const uint32_t count = own.counts[row];
-    const uint32_t items = row_items(count, static_cast<uint32_t>(params.max_queries_per_item));
-    const auto begin = static_cast<int32_t>(own.before[row] & kFieldMask);
-    const auto first_item = static_cast<int64_t>(own.before[row] >> kItemShift);
-    if (threadIdx.x % 32 == 0) params.row_ptr[first + row] = begin;
-#pragma unroll 1
-    for (uint32_t part = threadIdx.x % 32; part < items; part += 32) {
-      target.write(first_item + part, static_cast<int32_t>(first + row),
-                   begin + static_cast<int32_t>(item_begin(count, items, part)),
-                   begin + static_cast<int32_t>(item_begin(count, items, part + 1)));
-    }
+  for (uint32_t part = threadIdx.x % 32; part < items; part += 32) {
+    target.write(first_item + part, static_cast<int32_t>(first + row),
+                 begin + static_cast<int32_t>(item_begin(count, items, part)),
+                 begin + static_cast<int32_t>(item_begin(count, items, part + 1)));
   }
 }
 
@@ -547,59 +558,55 @@ __device__ __forceinline__ uint32_t sort_chunk(const Ranks& ranks, const Chunk& 
   return all;
 }
 
+// kScanned: behind scan, which has turned counters into begins.
+template <bool kScanned>
 static __global__ void __launch_bounds__(kThreads)
     msa_kv_block_schedule_scatter_sm80_kernel(const __grid_constant__ KVBlockScheduleParams params,
                                               const Workspace workspace, const Ranks ranks) {
   extern __shared__ __align__(16) uint8_t shared_memory[];
-  __shared__ OwnRows own;
   __shared__ uint32_t sorted[kChunkEntries];
   SharedChunk& shared = *reinterpret_cast<SharedChunk*>(shared_memory);
   uint32_t* const histogram = ids_of(shared) + ranks.ids_bytes / 4;
-  const auto num_rows = static_cast<uint32_t>(params.ids.num_heads * params.batch.num_requests *
-                                              params.batch.max_pages);
 #pragma unroll 1
   for (int row = threadIdx.x; row < ranks.chunk_rows; row += kThreads) histogram[row] = 0;
   const Chunk chunk = load_chunk(params, ranks, shared);
   const uint32_t counted = chunk.rows > 0 ? sort_chunk(ranks, chunk, shared, histogram, sorted) : 0;
+  const auto first_pair = static_cast<uint32_t>(chunk.first_token * params.ids.topk);
 
   wait_for_previous_kernel();
   const uint32_t* const begins = workspace.counters + chunk.first_row;
   const uint32_t* const bases = ranks.chunk_base + blockIdx.x * ranks.chunk_rows;
-  // A thread's first base is on its way while it sums up rows.
-  uint32_t* const thread_row = histogram + threadIdx.x;
-  const bool has_row = static_cast<int>(threadIdx.x) < chunk.rows && *thread_row >> 16 != 0;
-  uint32_t base = has_row ? bases[threadIdx.x] : 0;
-  if (ranks.cta_rows == 0 && has_row) base += begins[threadIdx.x];
-  const auto set_bases = [&] {
-    if (has_row) *thread_row = base - (*thread_row & 0xffff);
+  const auto num_rows = static_cast<uint32_t>(params.ids.num_heads * params.batch.num_requests *
+                                              params.batch.max_pages);
+  const ThreadRows rows = thread_rows(workspace.counters, num_rows, ranks.by_limit);
+  Sums sum = kScanned ? 0 : sum_rows(rows), all;
 #pragma unroll 1
-    for (int row = threadIdx.x + kThreads; row < chunk.rows; row += kThreads) {
-      const uint32_t place = histogram[row] & 0xffff, count = histogram[row] >> 16;
-      if (count == 0) continue;  // nobody wrote its base
-      histogram[row] = bases[row] - place + (ranks.cta_rows == 0 ? begins[row] : 0);
-    }
-  };
-  Sums all;
-  if (ranks.cta_rows > 0) {
-    all = sum_rows(workspace.counters, num_rows, ranks, chunk, histogram, own, set_bases);
+  for (int row = threadIdx.x; row < chunk.rows; row += kThreads) {
+    const uint32_t place = histogram[row] & 0xffff, count = histogram[row] >> 16;
+    if (count == 0) continue;  // nobody wrote its base
+    histogram[row] = bases[row] - place + (kScanned ? begins[row] : 0);
+  }
+  if constexpr (kScanned) {
+    all = static_cast<Sums>(*params.num_work_items) << kItemShift | params.row_ptr[num_rows];
+    __syncthreads();
+  } else {
+    __shared__ OwnRows own;
+    const Sums before = scan_threads(sum, all);
+    place_rows(rows, before, ranks, chunk, histogram, own);
+    __syncthreads();
+    write_own_rows(params, num_rows, ranks.cta_rows, own);
     if (blockIdx.x == 0 && threadIdx.x == 0) {
       params.row_ptr[num_rows] = static_cast<int32_t>(all & kFieldMask);
       *params.num_work_items = static_cast<int32_t>(all >> kItemShift);
     }
-  } else {
-    set_bases();
-    all = static_cast<Sums>(*params.num_work_items) << kItemShift | params.row_ptr[num_rows];
   }
-  __syncthreads();
 
-  const auto first_pair = static_cast<uint32_t>(chunk.first_token * params.ids.topk);
 #pragma unroll 4
   for (uint32_t i = threadIdx.x; i < counted; i += kThreads) {
     const uint32_t row = sorted[i] >> 16, entry = sorted[i] & 0xffff;
     params.pairs[histogram[row] + i] = static_cast<int32_t>(first_pair + entry);
   }
-  if (ranks.cta_rows > 0) write_own_rows(params, num_rows, ranks.cta_rows, own);
-  if (chunk.rows == 0) {
+  if (kScanned && chunk.rows == 0) {
     visit_many_rows(params, ranks, chunk, shared.positions, [&](uint32_t entry, int64_t row) {
       params.pairs[begins[row] + ranks.entry_rank[chunk.first_entry + entry]] =
           static_cast<int32_t>(first_pair + entry);
