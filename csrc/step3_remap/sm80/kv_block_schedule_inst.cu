@@ -39,8 +39,8 @@ Scratch cut_scratch(const KVBlockScheduleParams& params) {
   scratch.num_rows = heads * head_rows;
   scratch.counters = sm80::split_workspace(params.workspace, scratch.num_rows);
   scratch.counter_words = sm80::counter_bytes(scratch.num_rows) / int64_t{sizeof(uint32_t)};
-  ranks.entry_rank = scratch.counters.ticket + 1;
-  ranks.chunk_base = ranks.entry_rank + entries;
+  ranks.entries = scratch.counters.ticket + 1;
+  ranks.chunk_base = ranks.entries + entries;
   ranks.chunk_rows = std::min(head_rows, int64_t{kHistogramRows});
   ranks.chunk_tokens = static_cast<int32_t>(chunk_tokens);
   ranks.id_bytes = params.ids.dtype == DType::kInt64 ? 8 : 4;
@@ -63,8 +63,10 @@ Scratch cut_scratch(const KVBlockScheduleParams& params) {
     ranks.cta_rows =
         static_cast<int32_t>((scratch.num_rows + scratch.scatter_ctas - 1) / scratch.scatter_ctas);
   }
-  scratch.bytes = (scratch.counter_words + entries + heads * chunks * ranks.chunk_rows) *
-                  int64_t{sizeof(uint32_t)};
+  uint32_t* const bases_end = ranks.chunk_base + scratch.chunks * ranks.chunk_rows;
+  ranks.chunks = reinterpret_cast<sm80::ChunkRows*>(bases_end);
+  scratch.bytes = reinterpret_cast<uint8_t*>(ranks.chunks + scratch.chunks) -
+                  static_cast<uint8_t*>(params.workspace);
   return scratch;
 }
 
@@ -80,11 +82,11 @@ template <bool kScanned>
 void scatter(const KVBlockScheduleParams& params, const Scratch& scratch,
              const ExecContext& context) {
   constexpr auto kernel = sm80::msa_kv_block_schedule_scatter_sm80_kernel<kScanned>;
-  allow_shared_memory<kernel>(context.op, context.device, kMostSharedBytes);
+  allow_shared_memory<kernel>(context.op, context.device, kHistogramRows * 4);
   launch_portable<kernel>(context, "launching msa_kv_block_schedule_scatter_sm80_kernel",
                           dim3(static_cast<unsigned>(scratch.scatter_ctas)), sm80::kThreads,
-                          static_cast<int>(sm80::shared_bytes(scratch.ranks)), params,
-                          scratch.counters, scratch.ranks);
+                          static_cast<int>(scratch.ranks.chunk_rows * 4), params, scratch.counters,
+                          scratch.ranks);
 }
 
 }  // namespace
@@ -99,7 +101,7 @@ void run_kv_block_schedule(const KVBlockScheduleParams& params, const ExecContex
       sm80::kThreads, 0, static_cast<cudaStream_t>(context.stream),
       static_cast<uint32_t*>(params.workspace), scratch.counter_words);
   // Each launch takes what it needs of the shared memory. An SM has room for CTAs of both kernels,
-  // so that scatter spreads over all SMs while count still runs.
+  // so that scatter spreads over all SMs while count still runs; else it gathers on the first free.
   constexpr auto count = sm80::msa_kv_block_schedule_count_sm80_kernel;
   allow_shared_memory<count>(context.op, context.device, kMostSharedBytes);
   launch_portable<count>(context, "launching msa_kv_block_schedule_count_sm80_kernel",

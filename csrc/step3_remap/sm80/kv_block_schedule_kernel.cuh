@@ -2,23 +2,25 @@
 // over rows (KV head, request, block), and the even work items that a persistent attention grid
 // takes.
 //
-// Launches, no host knowledge of the selection; each starts under the one before (programmatic
-// dependent launch), reads ids and lengths there, and waits before it touches what others write:
+// Launches, no host knowledge of the selection. Each may start under the one before (programmatic
+// dependent launch) and waits before it touches what others write:
 //   clear    counters, chain and ticket to 0
 //   count    a CTA a (KV head, chunk of tokens): its entries into a histogram of its requests' rows
 //            in shared memory, which goes into the counters: that gives the chunk's base in each
-//            row. Too many rows: straight into the counters, with each entry's rank in its row
-//   scan     only of more than kSummedRows rows, else each CTA of scatter sums up all of them:
+//            row. Its entries sorted by row, for scatter. Too many rows: straight into the
+//            counters, with each entry's rank in its row
+//   scan     only of more than kSummedRows rows, fewer are summed up by every CTA of scatter:
 //            kScanThreads rows a CTA; a warp of each adds up what the CTAs before published, back
 //            to one that knows all before it. Writes row_ptr and the work items of its rows, and
 //            turns each counter into the row's first pair
-//   scatter  the same CTAs sort their entries by row in shared memory, while count runs, and then
-//            write each row's in one run, from the row's begin + the chunk's base on. -1 past the
-//            last pair and item. Without scan: row_ptr and the items of kCtaRows rows a CTA
-// Shared    scatter: sorted (16 KB), positions, lengths of the requests, what is known of the
-//           CTA's own rows, and the histogram (up to 32 KB), which then holds
-//             begin of the row in `sorted` | its entries << 16, then
-//             what is to be added to a place in `sorted` for the place among the pairs
+//   scatter  the same CTAs: the entries of a row in one run, from the row's begin + the chunk's
+//            base on, without atomics. -1 past the last pair and item. Without scan: row_ptr and
+//            work items, cta_rows rows a CTA
+// Shared    count    positions, rows and lengths of the tokens; ids (up to 32 KB), then each
+//                    entry's row << 16 | rank; histogram (up to 32 KB), then each row's begin among
+//                    the sorted | its entries << 16; sorted entries (16 KB)
+//           scatter  histogram: what to add to an entry's place among the chunk's sorted for its
+//                    place among the pairs; what is known of the CTA's own rows
 //
 // Portable, sm_80 and up. Chain: CTAs take tickets, so that a CTA waits only for running ones.
 // Order of the pairs within a row is not fixed: the ranks come of atomics. What is computed from
@@ -47,7 +49,8 @@ constexpr int kChunkEntries = 4096;          // at most
 constexpr int kNearRequests = kThreads - 1;  // whose lengths a CTA keeps in shared memory
 constexpr int kSummedRows = 4096;            // that every CTA of scatter sums up by itself
 constexpr int kCtaRows = kWarps;             // of which such a CTA writes row_ptr and items
-constexpr int kBatch = 4;                    // entries that a thread looks up at a time
+constexpr int kThreadEntries = kChunkEntries / kThreads;
+constexpr int kBatch = 4;  // entries that a thread looks up at a time
 constexpr uint32_t kNone = ~0u;
 static_assert(kSummedRows <= kHistogramRows, "a chunk of fewer rows counts all it has");
 static_assert(kThreads == kScanThreads, "scan_threads() serves both");
@@ -102,10 +105,20 @@ inline Division division_by(uint32_t divisor) {
   return {divisor, static_cast<uint32_t>(((uint64_t{1} << shift) - 1) / divisor + 1), shift};
 }
 
+// A chunk's rows among all; none: too many for the histogram.
+struct ChunkRows {
+  int32_t first, rows;
+};
+
 // Between count and scatter.
 struct Ranks {
-  uint32_t* entry_rank;  // [Hkv * T * K]: in its row, where the chunk has too many rows
-  uint32_t* chunk_base;  // [Hkv * chunks][chunk_rows]: the row's entries of other chunks before
+  // [Hkv * T * K], a chunk's together: row << 16 | entry of the chunk, by row, kNone behind; of a
+  // chunk of too many rows an entry's rank in its row
+  uint32_t* entries;
+  // [Hkv * chunks][chunk_rows]: the row's entries of other chunks before, less its begin in
+  // `entries`
+  uint32_t* chunk_base;
+  ChunkRows* chunks;  // [Hkv * chunks]
   int64_t chunk_rows;
   int32_t chunk_tokens;
   int32_t ids_bytes;  // that a CTA keeps of the ids
@@ -118,8 +131,8 @@ struct Ranks {
 struct Chunk : TokenChunk {
   int32_t head;
   uint32_t entries;
-  int64_t first_row;    // of the first request, among all rows
   int64_t first_entry;  // of the first token, among all entries
+  int64_t first_row;    // of the first request, among all rows
 };
 
 struct TokenRows {
@@ -170,20 +183,29 @@ __device__ __forceinline__ void copy_ids(const KVBlockScheduleParams& params, co
   commit_async_copies();
 }
 
+// The CTA's chunk, without its requests and rows; no tokens where the CTA has none.
+__device__ __forceinline__ Chunk find_chunk(const KVBlockScheduleParams& params,
+                                            const Ranks& ranks) {
+  const auto num_tokens = static_cast<int32_t>(params.batch.num_tokens);
+  Chunk chunk{};
+  chunk.head = static_cast<int32_t>(ranks.by_chunks(blockIdx.x));
+  if (chunk.head >= params.ids.num_heads) return chunk;
+  chunk.first_token =
+      static_cast<int32_t>(blockIdx.x - chunk.head * ranks.by_chunks.divisor) * ranks.chunk_tokens;
+  chunk.tokens = max(0, min(ranks.chunk_tokens, num_tokens - chunk.first_token));
+  chunk.entries = chunk.tokens * ranks.by_topk.divisor;
+  chunk.first_entry =
+      (static_cast<int64_t>(chunk.head) * num_tokens + chunk.first_token) * ranks.by_topk.divisor;
+  return chunk;
+}
+
 // Starts copying the chunk's ids to shared memory, and finds its tokens and rows meanwhile. By all
 // threads of a CTA.
 __device__ __forceinline__ Chunk load_chunk(const KVBlockScheduleParams& params, const Ranks& ranks,
                                             SharedChunk& shared) {
   const BatchView& batch = params.batch;
-  Chunk chunk{};
-  chunk.head = static_cast<int32_t>(ranks.by_chunks(blockIdx.x));
-  if (chunk.head >= params.ids.num_heads) return chunk;  // a CTA for its own rows alone
-  chunk.first_token =
-      static_cast<int32_t>(blockIdx.x - chunk.head * ranks.by_chunks.divisor) * ranks.chunk_tokens;
-  chunk.tokens =
-      min(ranks.chunk_tokens, static_cast<int32_t>(batch.num_tokens) - chunk.first_token);
+  Chunk chunk = find_chunk(params, ranks);
   if (chunk.tokens <= 0) return chunk;
-  chunk.entries = chunk.tokens * ranks.by_topk.divisor;
 
   const auto thread = static_cast<int32_t>(threadIdx.x);
   const bool is_near = batch.num_requests <= kNearRequests;
@@ -203,7 +225,6 @@ __device__ __forceinline__ Chunk load_chunk(const KVBlockScheduleParams& params,
   }
   locate_tokens(near, ranks.chunk_rows, chunk, shared.positions);
   chunk.first_row = (chunk.head * batch.num_requests + chunk.first_request) * batch.max_pages;
-  chunk.first_entry = (chunk.head * batch.num_tokens + chunk.first_token) * params.ids.topk;
   if (thread < chunk.tokens) {
     const TokenPosition position = shared.positions[thread];
     const bool counts = chunk.rows > 0 && position.request >= 0;
@@ -268,42 +289,6 @@ static __global__ void __launch_bounds__(kThreads)
   }
 }
 
-static __global__ void __launch_bounds__(kThreads)
-    msa_kv_block_schedule_count_sm80_kernel(const __grid_constant__ KVBlockScheduleParams params,
-                                            const Workspace workspace, const Ranks ranks) {
-  extern __shared__ __align__(16) uint8_t shared_memory[];
-  start_next_kernel();
-  SharedChunk& shared = *reinterpret_cast<SharedChunk*>(shared_memory);
-  uint32_t* const histogram = ids_of(shared) + ranks.ids_bytes / 4;
-#pragma unroll 1
-  for (int row = threadIdx.x; row < ranks.chunk_rows; row += kThreads) histogram[row] = 0;
-  const Chunk chunk = load_chunk(params, ranks, shared);
-  visit_rows(ranks, chunk, shared, [&](uint32_t, const uint32_t (&rows)[kBatch]) {
-#pragma unroll
-    for (const uint32_t row : rows) {
-      if (row != kNone) atomicAdd(histogram + row, 1);
-    }
-  });
-  __syncthreads();
-  wait_for_previous_kernel();
-  uint32_t* const counters = workspace.counters + chunk.first_row;
-  uint32_t* const bases = ranks.chunk_base + blockIdx.x * ranks.chunk_rows;
-#pragma unroll 1
-  for (int row = threadIdx.x; row < chunk.rows; row += kThreads) {
-    const uint32_t count = histogram[row];
-    if (count != 0) bases[row] = atomicAdd(counters + row, count);
-  }
-  if (chunk.rows == 0) {
-    visit_many_rows(params, ranks, chunk, shared.positions, [&](uint32_t entry, int64_t row) {
-      ranks.entry_rank[chunk.first_entry + entry] = atomicAdd(counters + row, 1);
-    });
-  }
-}
-
-__device__ __forceinline__ Sums sums_of_row(uint32_t num_pairs, uint32_t max_queries_per_item) {
-  return static_cast<Sums>(row_items(num_pairs, max_queries_per_item)) << kItemShift | num_pairs;
-}
-
 // Exclusive sum over the CTA's threads; `total` is their sum.
 template <typename Number>
 __device__ __forceinline__ Number scan_threads(Number value, Number& total) {
@@ -320,6 +305,92 @@ __device__ __forceinline__ Number scan_threads(Number value, Number& total) {
     total += warp_sums[w];
   }
   return before + inclusive - value;
+}
+
+static __global__ void __launch_bounds__(kThreads)
+    msa_kv_block_schedule_count_sm80_kernel(const __grid_constant__ KVBlockScheduleParams params,
+                                            const Workspace workspace, const Ranks ranks) {
+  extern __shared__ __align__(16) uint8_t shared_memory[];
+  __shared__ uint32_t sorted[kChunkEntries];
+  start_next_kernel();
+  SharedChunk& shared = *reinterpret_cast<SharedChunk*>(shared_memory);
+  uint32_t* const histogram = ids_of(shared) + ranks.ids_bytes / 4;
+#pragma unroll 1
+  for (int row = threadIdx.x; row < ranks.chunk_rows; row += kThreads) histogram[row] = 0;
+  const Chunk chunk = load_chunk(params, ranks, shared);
+  uint32_t* const counters = workspace.counters + chunk.first_row;
+  uint32_t* const entries = ranks.entries + chunk.first_entry;
+  if (chunk.rows == 0) {
+    wait_for_previous_kernel();
+    if (threadIdx.x == 0) ranks.chunks[blockIdx.x] = {};
+    visit_many_rows(params, ranks, chunk, shared.positions, [&](uint32_t entry, int64_t row) {
+      entries[entry] = atomicAdd(counters + row, 1);
+    });
+    return;
+  }
+
+  uint32_t* const kept = ids_of(shared);  // in place of the ids: row << 16 | rank
+  const uint32_t stride = ranks.id_bytes / 4;
+  visit_rows(ranks, chunk, shared, [&](uint32_t first, const uint32_t (&rows)[kBatch]) {
+    uint32_t placed[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      placed[i] = rows[i] == kNone ? kNone : rows[i] << 16 | atomicAdd(histogram + rows[i], 1);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const uint32_t entry = first + i * kThreads;
+      if (entry < chunk.entries) kept[entry * stride] = placed[i];
+    }
+  });
+  __syncthreads();
+
+  wait_for_previous_kernel();
+  if (threadIdx.x == 0) {
+    ranks.chunks[blockIdx.x] = {static_cast<int32_t>(chunk.first_row), chunk.rows};
+  }
+  const auto rows = static_cast<uint32_t>(chunk.rows);
+  // A thread's first base comes while the entries are sorted.
+  const uint32_t first_count = threadIdx.x < rows ? histogram[threadIdx.x] : 0;
+  uint32_t first_base = 0;
+  if (first_count != 0) first_base = atomicAdd(counters + threadIdx.x, first_count);
+  const uint32_t thread_rows = (rows + kThreads - 1) / kThreads;
+  const uint32_t first_row = min(threadIdx.x * thread_rows, rows);
+  const uint32_t last_row = min(first_row + thread_rows, rows);
+  uint32_t mine = 0, all;
+#pragma unroll 1
+  for (uint32_t row = first_row; row < last_row; ++row) mine += histogram[row];
+  uint32_t begin = scan_threads(mine, all);
+#pragma unroll 1
+  for (uint32_t row = first_row; row < last_row; ++row) {
+    const uint32_t count = histogram[row];
+    histogram[row] = begin | count << 16;
+    begin += count;
+  }
+  __syncthreads();
+#pragma unroll 4
+  for (uint32_t entry = threadIdx.x; entry < chunk.entries; entry += kThreads) {
+    const uint32_t placed = kept[entry * stride];
+    if (placed == kNone) continue;
+    const uint32_t row = placed >> 16;
+    sorted[(histogram[row] & 0xffff) + (placed & 0xffff)] = row << 16 | entry;
+  }
+  uint32_t* const bases = ranks.chunk_base + blockIdx.x * ranks.chunk_rows;
+  if (threadIdx.x < rows) bases[threadIdx.x] = first_base - (histogram[threadIdx.x] & 0xffff);
+#pragma unroll 1
+  for (uint32_t row = threadIdx.x + kThreads; row < rows; row += kThreads) {
+    const uint32_t count = histogram[row] >> 16;
+    bases[row] = (count == 0 ? 0 : atomicAdd(counters + row, count)) - (histogram[row] & 0xffff);
+  }
+  __syncthreads();
+#pragma unroll 4
+  for (uint32_t i = threadIdx.x; i < chunk.entries; i += kThreads) {
+    entries[i] = i < all ? sorted[i] : kNone;
+  }
+}
+
+__device__ __forceinline__ Sums sums_of_row(uint32_t num_pairs, uint32_t max_queries_per_item) {
+  return static_cast<Sums>(row_items(num_pairs, max_queries_per_item)) << kItemShift | num_pairs;
 }
 
 // Publishes a CTA's sum and returns that of all CTAs before it; one warp.
@@ -512,80 +583,42 @@ __device__ __forceinline__ void write_own_rows(const KVBlockScheduleParams& para
   }
 }
 
-// Puts the chunk's entries into `sorted`, row << 16 | entry, by row; returns how many. Leaves a
-// row's begin there and its entries << 16 in `histogram`.
-__device__ __forceinline__ uint32_t sort_chunk(const Ranks& ranks, const Chunk& chunk,
-                                               SharedChunk& shared, uint32_t* histogram,
-                                               uint32_t* sorted) {
-  uint32_t* const kept = ids_of(shared);  // in place of the ids: row << 16 | rank
-  const uint32_t stride = ranks.id_bytes / 4;
-  visit_rows(ranks, chunk, shared, [&](uint32_t first, const uint32_t (&rows)[kBatch]) {
-    uint32_t placed[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      placed[i] = rows[i] == kNone ? kNone : rows[i] << 16 | atomicAdd(histogram + rows[i], 1);
-    }
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const uint32_t entry = first + i * kThreads;
-      if (entry < chunk.entries) kept[entry * stride] = placed[i];
-    }
-  });
-  __syncthreads();
-  const auto rows = static_cast<uint32_t>(chunk.rows);
-  const uint32_t thread_rows = (rows + kThreads - 1) / kThreads;
-  const uint32_t first_row = min(threadIdx.x * thread_rows, rows);
-  const uint32_t last_row = min(first_row + thread_rows, rows);
-  uint32_t mine = 0, all;
-#pragma unroll 1
-  for (uint32_t row = first_row; row < last_row; ++row) mine += histogram[row];
-  uint32_t begin = scan_threads(mine, all);
-#pragma unroll 1
-  for (uint32_t row = first_row; row < last_row; ++row) {
-    const uint32_t count = histogram[row];
-    histogram[row] = begin | count << 16;
-    begin += count;
-  }
-  __syncthreads();
-#pragma unroll 4
-  for (uint32_t entry = threadIdx.x; entry < chunk.entries; entry += kThreads) {
-    const uint32_t placed = kept[entry * stride];
-    if (placed == kNone) continue;
-    const uint32_t row = placed >> 16;
-    sorted[(histogram[row] & 0xffff) + (placed & 0xffff)] = row << 16 | entry;
-  }
-  __syncthreads();
-  return all;
-}
-
 // kScanned: behind scan, which has turned counters into begins.
 template <bool kScanned>
 static __global__ void __launch_bounds__(kThreads)
     msa_kv_block_schedule_scatter_sm80_kernel(const __grid_constant__ KVBlockScheduleParams params,
                                               const Workspace workspace, const Ranks ranks) {
   extern __shared__ __align__(16) uint8_t shared_memory[];
-  __shared__ uint32_t sorted[kChunkEntries];
-  SharedChunk& shared = *reinterpret_cast<SharedChunk*>(shared_memory);
-  uint32_t* const histogram = ids_of(shared) + ranks.ids_bytes / 4;
-#pragma unroll 1
-  for (int row = threadIdx.x; row < ranks.chunk_rows; row += kThreads) histogram[row] = 0;
-  const Chunk chunk = load_chunk(params, ranks, shared);
-  const uint32_t counted = chunk.rows > 0 ? sort_chunk(ranks, chunk, shared, histogram, sorted) : 0;
-  const auto first_pair = static_cast<uint32_t>(chunk.first_token * params.ids.topk);
-
-  wait_for_previous_kernel();
-  const uint32_t* const begins = workspace.counters + chunk.first_row;
+  auto* const histogram = reinterpret_cast<uint32_t*>(shared_memory);
+  Chunk chunk = find_chunk(params, ranks);
+  const uint32_t* const entries = ranks.entries + chunk.first_entry;
   const uint32_t* const bases = ranks.chunk_base + blockIdx.x * ranks.chunk_rows;
   const auto num_rows = static_cast<uint32_t>(params.ids.num_heads * params.batch.num_requests *
                                               params.batch.max_pages);
+  const auto first_pair = static_cast<uint32_t>(chunk.first_token * params.ids.topk);
   const ThreadRows rows = thread_rows(workspace.counters, num_rows, ranks.by_limit);
-  Sums sum = kScanned ? 0 : sum_rows(rows), all;
+
+  wait_for_previous_kernel();
+  // All at once on their way; what is beyond the chunk's rows is not used.
+  const ChunkRows chunk_rows = chunk.tokens > 0 ? ranks.chunks[blockIdx.x] : ChunkRows{};
+  uint32_t listed[kThreadEntries];
+#pragma unroll
+  for (int i = 0; i < kThreadEntries; ++i) {
+    const uint32_t entry = threadIdx.x + i * kThreads;
+    listed[i] = entry < chunk.entries ? entries[entry] : kNone;
+  }
+  uint32_t base = 0;
+  if (chunk.tokens > 0 && threadIdx.x < ranks.chunk_rows) base = bases[threadIdx.x];
+  const Sums sum = kScanned ? 0 : sum_rows(rows);
+  chunk.first_row = chunk_rows.first;
+  chunk.rows = chunk_rows.rows;
+  const uint32_t* const begins = workspace.counters + chunk.first_row;
 #pragma unroll 1
   for (int row = threadIdx.x; row < chunk.rows; row += kThreads) {
-    const uint32_t place = histogram[row] & 0xffff, count = histogram[row] >> 16;
-    if (count == 0) continue;  // nobody wrote its base
-    histogram[row] = bases[row] - place + (kScanned ? begins[row] : 0);
+    if (row >= kThreads) base = bases[row];
+    histogram[row] = base + (kScanned ? begins[row] : 0);
   }
+  Sums all;
   if constexpr (kScanned) {
     all = static_cast<Sums>(*params.num_work_items) << kItemShift | params.row_ptr[num_rows];
     __syncthreads();
@@ -601,15 +634,21 @@ static __global__ void __launch_bounds__(kThreads)
     }
   }
 
-#pragma unroll 4
-  for (uint32_t i = threadIdx.x; i < counted; i += kThreads) {
-    const uint32_t row = sorted[i] >> 16, entry = sorted[i] & 0xffff;
-    params.pairs[histogram[row] + i] = static_cast<int32_t>(first_pair + entry);
-  }
-  if (kScanned && chunk.rows == 0) {
-    visit_many_rows(params, ranks, chunk, shared.positions, [&](uint32_t entry, int64_t row) {
-      params.pairs[begins[row] + ranks.entry_rank[chunk.first_entry + entry]] =
-          static_cast<int32_t>(first_pair + entry);
+  if (chunk.rows > 0) {
+#pragma unroll
+    for (int i = 0; i < kThreadEntries; ++i) {
+      if (listed[i] == kNone) continue;
+      params.pairs[histogram[listed[i] >> 16] + threadIdx.x + i * kThreads] =
+          static_cast<int32_t>(first_pair + (listed[i] & 0xffff));
+    }
+  } else if (kScanned && chunk.tokens > 0) {
+    __shared__ TokenPosition positions[kChunkTokens];
+    locate_tokens(params.batch, 0, chunk, positions);
+    const uint32_t* const request_begins =
+        workspace.counters +
+        (chunk.head * params.batch.num_requests + chunk.first_request) * params.batch.max_pages;
+    visit_many_rows(params, ranks, chunk, positions, [&](uint32_t entry, int64_t row) {
+      params.pairs[request_begins[row] + entries[entry]] = static_cast<int32_t>(first_pair + entry);
     });
   }
 
