@@ -210,16 +210,11 @@ void break_rule(Arguments& arguments) {
 }
 
 const std::map<std::string, void (*)(Arguments&)> kCalls{
-    {"select_by_bounds", select_by_bounds},
-    {"select_blocks", select},
-    {"topk_blocks", select_from_scores},
-    {"score", score},
-    {"sparse_prefill", attend_prefill},
-    {"sparse_decode", attend_decode},
-    {"paged_decode", attend_pages},
-    {"decode_view", view},
-    {"kv_block_schedule", schedule},
-    {"break_rule", break_rule},
+    {"select_by_bounds", select_by_bounds}, {"select_blocks", select},
+    {"topk_blocks", select_from_scores},    {"score", score},
+    {"sparse_prefill", attend_prefill},     {"sparse_decode", attend_decode},
+    {"paged_decode", attend_pages},         {"decode_view", view},
+    {"kv_block_schedule", schedule},        {"break_rule", break_rule},
 };
 
 std::string message, kernels;

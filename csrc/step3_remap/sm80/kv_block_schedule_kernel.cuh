@@ -10,9 +10,8 @@
 //            row. Its entries sorted by row, for scatter. Too many rows: straight into the
 //            counters, with each entry's rank in its row
 //   scan     only of more than kSummedRows rows, fewer are summed up by every CTA of scatter:
-//            kScanThreads rows a CTA; a warp of each adds up what the CTAs before published, back
-//            to one that knows all before it. Writes row_ptr and the work items of its rows, and
-//            turns each counter into the row's first pair
+//            row_ptr, work items, and each counter becomes the row's first pair
+//            (kv_block_schedule_scan_kernel.cuh)
 //   scatter  the same CTAs: the entries of a row in one run, from the row's begin + the chunk's
 //            base on, without atomics. -1 past the last pair and item. Without scan: row_ptr and
 //            work items, cta_rows rows a CTA
@@ -22,7 +21,7 @@
 //           scatter  histogram: what to add to an entry's place among the chunk's sorted for its
 //                    place among the pairs; what is known of the CTA's own rows
 //
-// Portable, sm_80 and up. Chain: CTAs take tickets, so that a CTA waits only for running ones.
+// Portable, sm_80 and up.
 // Order of the pairs within a row is not fixed: the ranks come of atomics. What is computed from
 // them is: a partial result lies in a slot of its own, whatever tile it was computed in.
 // Limits: num_rows, Hkv * T * K and the items fit int32 (checked on the host).
@@ -36,6 +35,7 @@
 #include "device/shared_memory.cuh"
 #include "device/sm80_async_copy.cuh"
 #include "step3_remap/kv_block_schedule_params.h"
+#include "step3_remap/sm80/kv_block_schedule_scan_kernel.cuh"
 #include "step3_remap/sm80/token_chunk.cuh"
 #include "step3_remap/work_plan.h"
 
@@ -43,7 +43,6 @@ namespace msa::kv_block_schedule::sm80 {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr int kScanThreads = 512;
 constexpr int kChunkTokens = 256;            // of a chunk at most
 constexpr int kChunkEntries = 4096;          // at most
 constexpr int kNearRequests = kThreads - 1;  // whose lengths a CTA keeps in shared memory
@@ -52,42 +51,16 @@ constexpr int kCtaRows = kWarps;             // of which such a CTA writes row_p
 constexpr int kThreadEntries = kChunkEntries / kThreads;
 constexpr int kBatch = 4;  // entries that a thread looks up at a time
 constexpr uint32_t kNone = ~0u;
+// An SM has room for two CTAs of count and two of scatter, where these may run at the same time.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+constexpr int kScatterCtas = 4;
+#else
+constexpr int kScatterCtas = 1;
+#endif
 static_assert(kSummedRows <= kHistogramRows, "a chunk of fewer rows counts all it has");
 static_assert(kThreads == kScanThreads, "scan_threads() serves both");
 static_assert(kChunkTokens <= kThreads, "a thread a token");
 static_assert(kHistogramRows < 1 << 16 && kChunkEntries < 1 << 16, "both in one word, none kNone");
-
-// Pairs and work items in one 64-bit sum: bits 0-30 pairs, 31-61 items; then what a CTA has
-// published of its rows: 62 their own sum, 63 the sum of all rows up to its last.
-using Sums = unsigned long long;
-constexpr int kItemShift = 31;
-constexpr Sums kFieldMask = (1ull << 31) - 1;
-constexpr Sums kOwn = 1ull << 62, kInclusive = 1ull << 63;
-constexpr Sums kSumsMask = kOwn - 1;
-
-struct Workspace {
-  uint32_t* counters;  // [num_rows], then each row's cursor
-  Sums* chain;         // [scan CTAs]
-  uint32_t* ticket;    // [1]
-};
-
-inline __host__ __device__ int64_t scan_ctas(int64_t num_rows) {
-  return num_rows > kScanThreads ? (num_rows + kScanThreads - 1) / kScanThreads : 1;
-}
-
-// chain first: it needs 8-byte alignment.
-inline __host__ __device__ Workspace split_workspace(void* workspace, int64_t num_rows) {
-  Workspace result;
-  result.chain = static_cast<Sums*>(workspace);
-  result.counters = reinterpret_cast<uint32_t*>(result.chain + scan_ctas(num_rows));
-  result.ticket = result.counters + num_rows;
-  return result;
-}
-
-inline int64_t counter_bytes(int64_t num_rows) {
-  const auto end = split_workspace(nullptr, num_rows).ticket + 1;
-  return static_cast<int64_t>(reinterpret_cast<uintptr_t>(end));
-}
 
 // Divisions that the host has prepared: 32-bit ones cost some 20 instructions each.
 struct Division {
@@ -289,24 +262,6 @@ static __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Exclusive sum over the CTA's threads; `total` is their sum.
-template <typename Number>
-__device__ __forceinline__ Number scan_threads(Number value, Number& total) {
-  __shared__ Number warp_sums[kScanThreads / 32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Number inclusive = sum_up_to_lane(value);
-  if (lane == 31) warp_sums[warp] = inclusive;
-  __syncthreads();
-  Number before = 0;
-  total = 0;
-#pragma unroll
-  for (int w = 0; w < kScanThreads / 32; ++w) {
-    if (w < warp) before += warp_sums[w];
-    total += warp_sums[w];
-  }
-  return before + inclusive - value;
-}
-
 static __global__ void __launch_bounds__(kThreads)
     msa_kv_block_schedule_count_sm80_kernel(const __grid_constant__ KVBlockScheduleParams params,
                                             const Workspace workspace, const Ranks ranks) {
@@ -386,114 +341,6 @@ static __global__ void __launch_bounds__(kThreads)
 #pragma unroll 4
   for (uint32_t i = threadIdx.x; i < chunk.entries; i += kThreads) {
     entries[i] = i < all ? sorted[i] : kNone;
-  }
-}
-
-__device__ __forceinline__ Sums sums_of_row(uint32_t num_pairs, uint32_t max_queries_per_item) {
-  return static_cast<Sums>(row_items(num_pairs, max_queries_per_item)) << kItemShift | num_pairs;
-}
-
-// Publishes a CTA's sum and returns that of all CTAs before it; one warp.
-__device__ __forceinline__ Sums sum_of_earlier(Sums* chain, int32_t cta, Sums own) {
-  const int lane = threadIdx.x % 32;
-  if (lane == 0) atomicExch(chain + cta, own | (cta == 0 ? kInclusive : kOwn));
-  Sums earlier = 0;
-  for (int32_t last = cta - 1; last >= 0; last -= 32) {
-    const int32_t mine = last - lane;
-    Sums seen = mine >= 0 ? 0 : kOwn;
-    while (__any_sync(kAllLanes, seen == 0)) {
-      if (seen == 0) seen = *const_cast<const volatile Sums*>(chain + mine);
-    }
-    const unsigned inclusive = __ballot_sync(kAllLanes, (seen & kInclusive) != 0);
-    const int stop = inclusive ? __ffs(inclusive) - 1 : 31;
-    Sums part = lane <= stop ? seen & kSumsMask : 0;
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      part += __shfl_xor_sync(kAllLanes, part, distance);
-    }
-    earlier += part;
-    if (inclusive) break;
-  }
-  if (lane == 0 && cta > 0) atomicExch(chain + cta, (earlier + own) | kInclusive);
-  return earlier;
-}
-
-// The operator's work items: row, begin, end.
-struct RowItems {
-  int32_t* fields;  // [.., 3]
-
-  using Item = int32_t;
-  __device__ __forceinline__ Item of_row(uint32_t row) const { return static_cast<int32_t>(row); }
-  __device__ __forceinline__ void write(int64_t index, Item row, int32_t begin, int32_t end) const {
-    fields[3 * index] = row;
-    fields[3 * index + 1] = begin;
-    fields[3 * index + 2] = end;
-  }
-};
-
-// What a scan makes of the counters. `Items` says what a work item is.
-template <typename Items>
-struct ScanParams {
-  int64_t num_rows;
-  uint32_t max_queries_per_item;
-  int32_t* row_ptr;  // [num_rows + 1], or null
-  Items items;
-  int32_t* num_work_items;  // [1], or null
-  // Rows in equal ranges, whose first work items are wanted too (items then are of a row counted
-  // from the range's first): range_items [num_rows / range_rows + 1]. range_rows 0: none.
-  uint32_t range_rows;
-  int32_t* range_items;
-};
-
-template <typename Items>
-static __global__ void __launch_bounds__(kScanThreads)
-    msa_kv_block_schedule_scan_sm80_kernel(const __grid_constant__ ScanParams<Items> params,
-                                           const Workspace workspace) {
-  start_next_kernel();
-  wait_for_previous_kernel();
-  __shared__ uint32_t shared_ticket;
-  __shared__ Sums shared_before;
-  if (threadIdx.x == 0) shared_ticket = atomicAdd(workspace.ticket, 1);
-  __syncthreads();
-  const auto num_rows = static_cast<uint32_t>(params.num_rows);
-  const uint32_t cta = shared_ticket, row = cta * kScanThreads + threadIdx.x;
-  const uint32_t count = row < num_rows ? workspace.counters[row] : 0;
-  const uint32_t range_row = params.range_rows ? row % params.range_rows : row;
-  typename Items::Item item{};
-  if (row < num_rows) item = params.items.of_row(range_row);
-  const Sums mine = sums_of_row(count, params.max_queries_per_item);
-  Sums total;
-  Sums before = scan_threads(mine, total);
-  if (threadIdx.x < 32) {
-    const Sums earlier = sum_of_earlier(workspace.chain, cta, total);
-    if (threadIdx.x == 0) {
-      shared_before = earlier;
-      if (cta + 1 == gridDim.x) {
-        const Sums all = earlier + total;
-        const auto items = static_cast<int32_t>(all >> kItemShift);
-        if (params.row_ptr) params.row_ptr[num_rows] = static_cast<int32_t>(all & kFieldMask);
-        if (params.num_work_items) *params.num_work_items = items;
-        if (params.range_rows) params.range_items[num_rows / params.range_rows] = items;
-      }
-    }
-  }
-  __syncthreads();
-  before += shared_before;
-  if (row >= num_rows) return;
-
-  const auto begin = static_cast<int32_t>(before & kFieldMask);
-  const auto first_item = static_cast<int32_t>(before >> kItemShift);
-  if (params.row_ptr) params.row_ptr[row] = begin;
-  if (params.range_rows && range_row == 0) {
-    params.range_items[row / params.range_rows] = first_item;
-  }
-  workspace.counters[row] = begin;
-  const uint32_t items = row_items(count, params.max_queries_per_item);
-#pragma unroll 1
-  for (uint32_t part = 0; part < items; ++part) {
-    params.items.write(first_item + static_cast<int64_t>(part), item,
-                       begin + static_cast<int32_t>(item_begin(count, items, part)),
-                       begin + static_cast<int32_t>(item_begin(count, items, part + 1)));
   }
 }
 
@@ -585,7 +432,7 @@ __device__ __forceinline__ void write_own_rows(const KVBlockScheduleParams& para
 
 // kScanned: behind scan, which has turned counters into begins.
 template <bool kScanned>
-static __global__ void __launch_bounds__(kThreads)
+static __global__ void __launch_bounds__(kThreads, kScatterCtas)
     msa_kv_block_schedule_scatter_sm80_kernel(const __grid_constant__ KVBlockScheduleParams params,
                                               const Workspace workspace, const Ranks ranks) {
   extern __shared__ __align__(16) uint8_t shared_memory[];

@@ -12,7 +12,7 @@
 #include "device/dependent_launch.cuh"
 #include "device/persistent_grid.cuh"
 #include "step3_remap/sm80/block_item.cuh"
-#include "step3_remap/sm80/kv_block_schedule_kernel.cuh"
+#include "step3_remap/sm80/kv_block_schedule_scan_kernel.cuh"
 #include "step3_remap/sm90/split_requests_kernel.cuh"
 #include "step3_remap/sm90/split_selection_kernel.cuh"
 #include "step3_remap/sm90/split_short_kernel.cuh"
