@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kChunksWanted = 128;  // on as many SMs
 constexpr int64_t kMinChunkTokens = 32;
-constexpr int64_t kMostClearCtas = 1024;
+constexpr int64_t kMostClearCtas = 1024, kClearWords = 8 * sm80::kThreads;  // of a CTA
 constexpr int kMostSharedBytes =
     int{sizeof(sm80::SharedChunk)} + sm80::kChunkEntries * 8 + kHistogramRows * 4;
 
@@ -93,13 +93,15 @@ void scatter(const KVBlockScheduleParams& params, const Scratch& scratch,
 
 void run_kv_block_schedule(const KVBlockScheduleParams& params, const ExecContext& context) {
   const Scratch scratch = cut_scratch(params);
-  launch_in_stream(
-      context.op, "launching msa_kv_block_schedule_clear_sm80_kernel", false,
-      sm80::msa_kv_block_schedule_clear_sm80_kernel,
-      dim3(static_cast<unsigned>(
-          std::min(kMostClearCtas, (scratch.counter_words + sm80::kThreads - 1) / sm80::kThreads))),
-      sm80::kThreads, 0, static_cast<cudaStream_t>(context.stream),
-      static_cast<uint32_t*>(params.workspace), scratch.counter_words);
+  // Few CTAs with room beside them: count's take an SM each.
+  constexpr auto clear = sm80::msa_kv_block_schedule_clear_sm80_kernel;
+  const int64_t clear_ctas =
+      std::min(kMostClearCtas, (scratch.counter_words + kClearWords - 1) / kClearWords);
+  allow_shared_memory<clear>(context.op, context.device, 0);
+  launch_in_stream(context.op, "launching msa_kv_block_schedule_clear_sm80_kernel", false, clear,
+                   dim3(static_cast<unsigned>(clear_ctas)), sm80::kThreads, 0,
+                   static_cast<cudaStream_t>(context.stream),
+                   static_cast<uint32_t*>(params.workspace), scratch.counter_words);
   // Each launch takes what it needs of the shared memory. An SM has room for CTAs of both kernels,
   // so that scatter spreads over all SMs while count still runs; else it gathers on the first free.
   constexpr auto count = sm80::msa_kv_block_schedule_count_sm80_kernel;

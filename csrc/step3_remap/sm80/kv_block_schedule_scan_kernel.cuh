@@ -58,14 +58,13 @@ __device__ __forceinline__ Sums sums_of_row(uint32_t num_pairs, uint32_t max_que
 }
 
 // Exclusive sum over the CTA's threads; `total` is their sum.
-template <typename Number>
-__device__ __forceinline__ Number scan_threads(Number value, Number& total) {
-  __shared__ Number warp_sums[kScanThreads / 32];
+__device__ __forceinline__ Sums scan_threads(Sums value, Sums& total) {
+  __shared__ Sums warp_sums[kScanThreads / 32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Number inclusive = sum_up_to_lane(value);
+  const Sums inclusive = sum_up_to_lane(value);
   if (lane == 31) warp_sums[warp] = inclusive;
   __syncthreads();
-  Number before = 0;
+  Sums before = 0;
   total = 0;
 #pragma unroll
   for (int w = 0; w < kScanThreads / 32; ++w) {
