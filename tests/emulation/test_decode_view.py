@@ -65,3 +65,14 @@ def test_tables(library, columns, hkv):
                 emulator.decode_view(*args), reference.decode_view(*args), strict=True
             ):
                 assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("length", [-1, -(2**31) + 3, -(2**31)])
+def test_negative_lengths(library, length):
+    case = make_case("decode_edges", hq=2, hkv=2, layout="nhd")
+    seq_lens = case.seq_lens.clone()
+    seq_lens[::2] = length
+    args = (case.ids, case.block_table, case.cu_seqlens_q, seq_lens, case.k_cache.size(0), 4, 2)
+    emulator = Emulator(library, seed=2)
+    for got, want in zip(emulator.decode_view(*args), reference.decode_view(*args), strict=True):
+        assert torch.equal(got, want)

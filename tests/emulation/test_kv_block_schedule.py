@@ -84,3 +84,16 @@ def test_no_work(emulator):
         for max_blocks in (0, 8):
             ids = torch.zeros(2, tokens, 16, dtype=torch.int32)
             check(emulator, ids, zeros[: requests + 1], zeros[:requests], max_blocks)
+
+
+@pytest.mark.parametrize("length", [-1, -(2**31) + 3, -(2**31)])
+def test_negative_lengths(emulator, length):
+    """Of requests that a CTA keeps in shared memory, and of more than that."""
+    case = make_case("long", hq=2, hkv=2)
+    seq_lens = case.seq_lens.clone()
+    seq_lens[::2] = length
+    check(emulator, case.ids, case.cu_seqlens_q, seq_lens, case.block_table.size(1))
+    many = torch.arange(601).int()
+    ids = torch.zeros(1, 600, 4, dtype=torch.int32)
+    seq_lens = torch.where(many[1:] % 3 == 0, length, 300).int()
+    check(emulator, ids, many, seq_lens, 3)
