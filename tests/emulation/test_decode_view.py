@@ -10,6 +10,12 @@ from tests.inputs import SELECTIONS, make_case
 BATCHES = ["decode_edges", "mixed", "overfull", "one", "no_requests"]
 
 
+def check(emulator, *args):
+    for got, want in zip(emulator.decode_view(*args), reference.decode_view(*args), strict=True):
+        assert torch.equal(got, want)
+    assert [launch.kernel for launch in emulator.launched] == ["msa_decode_view_sm80_kernel"]
+
+
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_matches_reference(library, selection):
     emulator = Emulator(library, seed=1)
@@ -21,14 +27,7 @@ def test_matches_reference(library, selection):
             table = case.block_table
             if table.numel() > 2:
                 table[0, 0], table[-1, 1] = -1, case.k_cache.size(0)
-            args = (case.ids, *case.batch, case.k_cache.size(0), 6, 2)
-            for got, want in zip(
-                emulator.decode_view(*args), reference.decode_view(*args), strict=True
-            ):
-                assert torch.equal(got, want), batch
-            assert [launch.kernel for launch in emulator.launched] == [
-                "msa_decode_view_sm80_kernel"
-            ]
+            check(emulator, case.ids, *case.batch, case.k_cache.size(0), 6, 2)
 
 
 @pytest.mark.parametrize("hkv", [1, 6])
@@ -59,12 +58,8 @@ def test_tables(library, columns, hkv):
         ids[:, ::3] = ids[:, ::3].flip(-1)
         table[0, ids[0, 0, :2]] = torch.tensor([-1, 9000]).int()
         for dtype in (torch.int32, torch.int64):
-            args = (ids.to(dtype), table, starts.int(), seq_lens, 9000, 2 * hkv, 2)
             emulator = Emulator(library, seed=1, ctas_at_once=2)
-            for got, want in zip(
-                emulator.decode_view(*args), reference.decode_view(*args), strict=True
-            ):
-                assert torch.equal(got, want)
+            check(emulator, ids.to(dtype), table, starts.int(), seq_lens, 9000, 2 * hkv, 2)
 
 
 @pytest.mark.parametrize("length", [-1, -(2**31) + 3, -(2**31)])
@@ -72,7 +67,5 @@ def test_negative_lengths(library, length):
     case = make_case("decode_edges", hq=2, hkv=2, layout="nhd")
     seq_lens = case.seq_lens.clone()
     seq_lens[::2] = length
-    args = (case.ids, case.block_table, case.cu_seqlens_q, seq_lens, case.k_cache.size(0), 4, 2)
-    emulator = Emulator(library, seed=2)
-    for got, want in zip(emulator.decode_view(*args), reference.decode_view(*args), strict=True):
-        assert torch.equal(got, want)
+    batch = (case.block_table, case.cu_seqlens_q, seq_lens)
+    check(Emulator(library, seed=2), case.ids, *batch, case.k_cache.size(0), 4, 2)
