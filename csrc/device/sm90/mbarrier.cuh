@@ -26,6 +26,13 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
                : "memory");
 }
 
+// The arrival of a warp, after all its lanes have read what lies behind the barrier and waited for
+// the phases before. Behind products that the warp has waited for, a lane alone may arrive.
+__device__ __forceinline__ void barrier_arrive_warp(uint64_t* barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
 // Arrives and announces bytes that copies will bring.
 __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile(

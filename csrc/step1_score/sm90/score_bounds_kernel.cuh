@@ -194,8 +194,7 @@ __device__ __forceinline__ void consume_bound_pages(const BoundWork& work,
     }
     const bool has_rows = consumer_end > 0;
     if (!has_rows) {
-      __syncwarp();  // all lanes have waited for the page
-      if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
+      barrier_arrive_warp(&shared.empty[ring.stage]);
       advance_ring();
       new_tile = next.advance(scores.batch, scores.cut);
       more = next.left > 0;

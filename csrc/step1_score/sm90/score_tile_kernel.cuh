@@ -358,8 +358,7 @@ __device__ __forceinline__ void consume_pages(const ScoreWork& work,
       }
       score = __int_as_float(largest);
     } else {
-      __syncwarp();  // all lanes have looked
-      if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
+      barrier_arrive_warp(&shared.empty[ring.stage]);
     }
     if (cursor.block < end) target[cursor.block * work.scores.block_stride] = score;
     ring.advance();

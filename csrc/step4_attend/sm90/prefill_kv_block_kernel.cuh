@@ -328,12 +328,10 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
       if (releases) barrier_arrive(&shared.v_empty[kv.stage]);
       store_partial(params, rows, o, maximum, sum);
     }
-    if (first >= tiles) {  // no tile, but every phase, of every lane before lane 0 arrives
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&shared.k_empty[kv.stage]);
+    if (first >= tiles) {  // no tile, but every phase
+      barrier_arrive_warp(&shared.k_empty[kv.stage]);
       barrier_wait(&shared.v_full[kv.stage], kv.phase);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&shared.v_empty[kv.stage]);
+      barrier_arrive_warp(&shared.v_empty[kv.stage]);
     }
     first = first_tile(first, tiles);
     kv.advance();

@@ -81,21 +81,18 @@ __device__ __forceinline__ void convert_item(Fp8Storage& shared, RingPosition<kK
                                              const WorkItem& item, int producer) {
   constexpr int kRows = kBlock / kProducers;
   const int stage = ring.stage, offset = producer * kRows * 128;
-  const bool first_lane = threadIdx.x % 32 == 0;
   uint8_t *k = shared.k[stage] + offset, *v = shared.v[stage] + offset;
   barrier_wait(&shared.conversion.k_landed[stage], ring.phase);
   convert_page<Converted::kBFloat16, kRows / 8>(k + kPageBytes / 2, k, false, 0, nullptr);
   fence_async_proxy();
-  __syncwarp();
-  if (first_lane) barrier_arrive(&shared.k_full[stage]);
+  barrier_arrive_warp(&shared.k_full[stage]);
   barrier_wait(&shared.conversion.v_landed[stage], ring.phase);
   const int32_t written = item.written - producer * kRows;
   static_assert(kRows == 32, "a word of `wild` is a producer's");
   convert_page<Converted::kFloat16, kRows / 8>(v + kPageBytes / 2, v, item.masked != 0, written,
                                                &shared.wild[stage][producer]);
   fence_async_proxy();
-  __syncwarp();
-  if (first_lane) barrier_arrive(&shared.v_full[stage]);
+  barrier_arrive_warp(&shared.v_full[stage]);
   ring.advance();
 }
 
@@ -226,8 +223,7 @@ __device__ __forceinline__ void produce_q(const KVBlockParams& params, const CUt
     while (begin < end) gather();
     let_items_follow();
     first = first_tile(first, tiles);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&shared.item_empty[place.stage]);
+    barrier_arrive_warp(&shared.item_empty[place.stage]);
     place.advance();
   }
 }

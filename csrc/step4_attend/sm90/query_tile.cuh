@@ -482,8 +482,7 @@ __device__ __forceinline__ void attend_tile(const TileParams& params, Storage& s
       __syncwarp();  // all lanes have read and waited before lane 0 arrives
       release_k();
       barrier_wait(&shared.v_full[kv.stage], kv.phase);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&shared.v_empty[kv.stage]);
+      barrier_arrive_warp(&shared.v_empty[kv.stage]);
     }
     kv.advance();
   }
