@@ -12,13 +12,13 @@
 //           in sums of their own; what to fetch of the warp's next 32 slices, one a lane.
 // Shared    of 8 warps, and of 4, two CTAs an SM:
 //           ring     W warps x 3 stages x (K 4096, V 4096)          196,608     98,304
-//           weights  P of a round as operands, 16 bytes a lane        8,192      4,096
+//           weights  q, then P of a round as operands, 16 bytes a lane 8,192      4,096
 //           maxima, sums  [row][warp]                                 1,024        512
 //           inbox    [split][row of this CTA][D] floats,
 //                    as the senders have them                        16,384     12,288
 //           inbox_state  [split][row of this CTA] (m, l). CTA r merges the R rows from r * R on,
 //                    R = ceil(G / splits).
-// Timeline  position, ids, scales and q | pages | K and V of 2 rounds, then for each round:
+// Timeline  position, ids, scales, copy of q | pages | K and V of 2 rounds | q, then each round:
 //           wait K | S = Q K^T | row maxima | __syncthreads | fetch K and V of round + 2 | P |
 //           wait V | __syncthreads | O += P V. Two cp.async groups a round: K, then V.
 //           Then o goes to the CTAs that own its rows; they merge the parts and store. One launch,
@@ -264,16 +264,16 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
   hopper::cluster_arrive_relaxed();
   wait_for_previous_kernel();
 
-  // Position, ids and q do not wait for each other, and q is asked for before any copy is, so that
-  // it does not come behind those of the SM's other CTA.
+  // Position, ids and q do not wait for each other. q comes to where the weights of round 0 will
+  // lie: asked for in registers, it would be waited for before pages are asked for.
   const PositionGuess guess = guess_row<kSparse>(params.decode, token);
   WarpSlices<Element, kSparse> slices{params.decode, head, token, warp * splits + split,
                                       splits * kWarps};
   const LoadingId lane_id = slices.id_of(slices.slot_of(lane));
   const float k_scale = load_scale(attend.k_scale, head);
   const float v_scale = load_scale(attend.v_scale, head);
-  Query<Element> query;
-  query.load(attend.q, token, head * attend.group_size, attend.group_size);
+  Query<Element>::template fetch<kWarps * 32>(shared.weights, attend.q, token,
+                                              head * attend.group_size, attend.group_size);
   if (kSparse) prefetch_table(params.decode, guess, head, split);
   const LaneCopy<Element, true> copy(attend, head);
   slices.look_up(lane_id, guess);
@@ -304,6 +304,10 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
     next_valid = fetch(stage, stage);
   }
 
+  Query<Element> query;
+  wait_async_copies<2 * (kStages - 1)>();  // behind q: K and V of 2 rounds
+  __syncthreads();
+  query.load_fetched(shared.weights);
   query.prepare(attend.scale * k_scale * kLog2E);
   ClusterRows<Element, kWarps> rows;
   int stage = 0;
