@@ -6,6 +6,8 @@
 #include <cstdint>
 
 #include "common/views.h"
+#include "device/instructions.cuh"
+#include "device/inverse.h"
 
 namespace msa {
 
@@ -42,27 +44,38 @@ __device__ __forceinline__ TokenPosition find_position(const BatchView& batch, i
   return {low, seq_len_of(batch, low) - (end - token)};
 }
 
-// What guess_position() goes by; on the host, since a division takes long on the device.
+// Tokens that a request probably has.
 inline int32_t tokens_of_each(const BatchView& batch) {
   return static_cast<int32_t>(
       std::max<int64_t>(1, batch.num_tokens / std::max<int64_t>(1, batch.num_requests)));
 }
 
-// The request that a token is probably of: most decode batches have `each` tokens a request. The
-// loads do not wait for each other, nor do they keep what the caller loads next waiting.
+// The request that a token is probably of: most decode batches have `each` tokens a request. -1:
+// there are none.
+__device__ __forceinline__ int32_t guess_request(const BatchView& batch, int32_t token,
+                                                 uint32_t inverse_each) {
+  const uint64_t request = uint64_t{static_cast<uint32_t>(token)} * inverse_each >> kInverseShift;
+  return min(static_cast<int32_t>(request), static_cast<int32_t>(batch.num_requests) - 1);
+}
+
+// Where the guessed request begins and ends. The loads do not wait for each other, nor do they keep
+// what the caller loads next waiting: nothing looks at them here.
 struct PositionGuess {
   int32_t request = -1;
-  int32_t begin = 0, end = 0, length = 0;  // of that request
+  int32_t begin = 0, end = 0, length = 0;  // of that request; the length as the caller gave it
   int32_t total = 0;                       // tokens of the batch
 };
 
-__device__ __forceinline__ PositionGuess guess_position(const BatchView& batch, int32_t token,
-                                                        int32_t each) {
-  const auto num_requests = static_cast<int32_t>(batch.num_requests);
-  if (num_requests == 0) return {};
-  const int32_t request = min(each == 1 ? token : token / each, num_requests - 1);
-  return {request, first_token_of(batch, request), first_token_of(batch, request + 1),
-          seq_len_of(batch, request), first_token_of(batch, num_requests)};
+__device__ __forceinline__ PositionGuess guess_position(const BatchView& batch, int32_t request) {
+  const bool there = request >= 0;
+  const int32_t* const first = batch.cu_seqlens_q + request * batch.cu_seqlens_stride;
+  PositionGuess guess;
+  guess.request = request;
+  load_if(there, batch.seq_lens + request * batch.seq_lens_stride, guess.length);
+  load_if(there, first, guess.begin);
+  load_if(there, first + batch.cu_seqlens_stride, guess.end);
+  load_if(there, batch.cu_seqlens_q + batch.num_requests * batch.cu_seqlens_stride, guess.total);
+  return guess;
 }
 
 // The same as find_position() by a whole warp for one token, in few dependent loads: the guess is
@@ -71,7 +84,7 @@ __device__ __forceinline__ TokenPosition find_position_by_warp(const BatchView& 
                                                                int32_t token,
                                                                const PositionGuess& guess) {
   if (token >= guess.total) return {-1, -1};
-  int32_t low = guess.request, end = guess.end, length = guess.length;
+  int32_t low = guess.request, end = guess.end, length = max(guess.length, 0);
   if (guess.begin > token || token >= end) {
     const int lane = threadIdx.x % 32;
     low = 0;
@@ -92,7 +105,9 @@ __device__ __forceinline__ TokenPosition find_position_by_warp(const BatchView& 
 
 __device__ __forceinline__ TokenPosition find_position_by_warp(const BatchView& batch,
                                                                int32_t token, int32_t each) {
-  return find_position_by_warp(batch, token, guess_position(batch, token, each));
+  const auto last = static_cast<int32_t>(batch.num_requests) - 1;
+  const int32_t request = min(each == 1 ? token : token / each, last);
+  return find_position_by_warp(batch, token, guess_position(batch, request));
 }
 
 // Blocks that a token at `pos` may see.

@@ -104,8 +104,8 @@ struct Query {
   static __device__ __forceinline__ void fetch(uint4* rows, const RowsView& view, int64_t token,
                                                int64_t first_head, int64_t group) {
 #pragma unroll
-    for (int i = threadIdx.x; i < kRows * kQueryVectors; i += kThreads) {
-      const int row = i / kQueryVectors, vector = i % kQueryVectors;
+    for (int first = 0; first < kRows * kQueryVectors; first += kThreads) {
+      const int row = (first + threadIdx.x) / kQueryVectors, vector = threadIdx.x % kQueryVectors;
       const int64_t head = first_head + min(static_cast<int64_t>(row), group - 1);
       copy_async_16(shared_address(rows + row * kQueryVectors + (vector ^ row % 2 * 4)),
                     static_cast<const char*>(view.data) +

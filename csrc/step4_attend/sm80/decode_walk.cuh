@@ -63,8 +63,14 @@ struct KeyRow {
 
 template <bool kSparse>
 __device__ __forceinline__ PositionGuess guess_row(const DecodeParams& params, int32_t token) {
-  if (!kSparse && params.attend.batch.cu_seqlens_q == nullptr) return {};
-  return guess_position(params.attend.batch, token, params.tokens_each);
+  const BatchView& batch = params.attend.batch;
+  if (kSparse || batch.cu_seqlens_q != nullptr) {
+    return guess_position(batch, guess_request(batch, token, params.inverse_each));
+  }
+  PositionGuess guess;  // a row is a request
+  guess.request = token;
+  load_if(true, batch.seq_lens + token * batch.seq_lens_stride, guess.length);
+  return guess;
 }
 
 template <bool kSparse>
@@ -75,11 +81,12 @@ __device__ __forceinline__ KeyRow find_row(const DecodeParams& params, int32_t t
   if (kSparse || batch.cu_seqlens_q != nullptr) {
     where = find_position_by_warp(batch, token, guess);
   } else {
-    where = {token, seq_len_of(batch, token) - 1};
+    where = {token, max(guess.length, 0) - 1};
   }
   if (where.request < 0) return {0, -1, 0};
   if (!kSparse) {  // a row longer than its table ends where the table ends
-    const int32_t length = seq_len_of(batch, where.request);
+    const int32_t length =
+        where.request == guess.request ? max(guess.length, 0) : seq_len_of(batch, where.request);
     const int64_t table_end = batch.max_pages * kBlock;
     if (length > table_end) where.pos -= length - static_cast<int32_t>(table_end);
   }
@@ -99,13 +106,23 @@ struct SliceSource {
   int32_t page;
 };
 
-template <bool kSparse>
+// page_of_block: what is known of the page already.
+template <bool kSparse, typename PageOfBlock>
 __device__ __forceinline__ SliceSource find_slice(const DecodeParams& params, const KeyRow& row,
-                                                  int32_t slot, int64_t id) {
+                                                  int32_t slot, int64_t id,
+                                                  const PageOfBlock& page_of_block) {
   if (slot >= row.blocks) return {0, -1};
   if (kSparse && (id < 0 || id >= visible_blocks(params.attend.batch, row.pos))) return {0, -1};
   const auto block = static_cast<int32_t>(kSparse ? id : slot);
-  return {block, page_of(params.attend.batch, row.request, block)};
+  return {block, page_of_block(block)};
+}
+
+template <bool kSparse>
+__device__ __forceinline__ SliceSource find_slice(const DecodeParams& params, const KeyRow& row,
+                                                  int32_t slot, int64_t id) {
+  return find_slice<kSparse>(params, row, slot, id, [&](int32_t block) {
+    return page_of(params.attend.batch, row.request, block);
+  });
 }
 
 // What to copy of a slice: its first `valid` tokens, the first of them token `first` of the page.
@@ -114,8 +131,9 @@ struct SliceTokens {
   int32_t valid = 0;  // 0: nothing of the slice counts
 };
 
-// The slices of a warp: every `turn`-th of its unit's. Looked up 32 at a time, one a lane.
-template <typename Element, bool kSparse>
+// The slices of a warp: every `turn`-th of its unit's. Looked up 32 at a time, one a lane; kFew:
+// there are no more.
+template <typename Element, bool kSparse, bool kFew = false>
 struct WarpSlices {
   using S = Slice<Element>;
   const DecodeParams& params;
@@ -146,10 +164,24 @@ struct WarpSlices {
     ahead = source_of(slot_of(threadIdx.x % 32), lane_id);
     after = {0, -1};
   }
+  // The same where a page of the lane's slot has been looked up already: that of the guessed
+  // request.
+  __device__ __forceinline__ void look_up(const LoadingId& lane_id, const PositionGuess& guess,
+                                          int32_t guessed_page) {
+    row = find_row<kSparse>(params, token, guess);
+    count = row.blocks * S::kPerBlock;
+    ahead = find_slice<kSparse>(params, row, slot_of(threadIdx.x % 32),
+                                kSparse ? whole_id(params.ids, lane_id) : -1, [&](int32_t block) {
+                                  return row.request == guess.request
+                                             ? guessed_page
+                                             : page_of(params.attend.batch, row.request, block);
+                                });
+    after = {0, -1};
+  }
 
   // Slice `index` of the warp; asked for one after the other.
   __device__ __forceinline__ SliceTokens get(int32_t index) {
-    if (index % 32 == 0) {
+    if (!kFew && index % 32 == 0) {
       if (index != 0) ahead = after;
       const int32_t slot = slot_of(index + 32 + threadIdx.x % 32);
       after = source_of(slot, id_of(slot));

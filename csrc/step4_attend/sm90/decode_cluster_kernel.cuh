@@ -36,6 +36,7 @@
 
 #include "device/sm90/cluster.cuh"
 #include "device/sm90/mbarrier.cuh"
+#include "device/table_row.cuh"
 #include "step4_attend/sm80/decode_walk.cuh"
 
 namespace msa::decode::sm90 {
@@ -43,7 +44,9 @@ namespace msa::decode::sm90 {
 using namespace msa::decode::sm80;
 namespace hopper = msa::sm90;
 
-constexpr int kVectorColumns = 16;  // of o, what a warp owns one or two of
+constexpr int kVectorColumns = 16;      // of o, what a warp owns one or two of
+constexpr uint32_t kTablePages = 1024;  // of 131,072 tokens
+static_assert(kTablePages * sizeof(int32_t) <= 2 * kPartBytes, "a stage of a warp");
 
 struct ClusterParams {
   DecodeParams decode;
@@ -68,19 +71,18 @@ struct ClusterStorage {
 static_assert(sizeof(ClusterStorage<8>) <= 227 * 1024, "shared memory of one CTA");
 static_assert(2 * (sizeof(ClusterStorage<4>) + 1024) <= 228 * 1024, "two CTAs an SM");
 
-// Has the table row of the request that the token is probably of come to L2, a part by each CTA of
-// it, while position and ids are on their way.
-__device__ __forceinline__ void prefetch_table(const DecodeParams& params,
-                                               const PositionGuess& guess, int64_t head,
-                                               int32_t split) {
+// Has what is not copied of the table row of the request that the token is probably of come to L2,
+// a part by each CTA of it, while position and ids are on their way.
+__device__ __forceinline__ void prefetch_table(const DecodeParams& params, const TableRow& row,
+                                               bool there, int64_t head, int32_t split) {
   constexpr int32_t kEntries = 128 / sizeof(int32_t);  // of a line
   const BatchView& batch = params.attend.batch;
-  if (batch.table_col_stride != 1 || guess.request < 0) return;
+  if (batch.table_col_stride != 1 || !there) return;
   const auto ctas = static_cast<int32_t>(params.attend.num_kv_heads) * params.splits;
   const auto cta = static_cast<int32_t>(head) * params.splits + split;
-  const int32_t entry = (static_cast<int32_t>(threadIdx.x) * ctas + cta) * kEntries;
-  if (entry >= batch.max_pages) return;
-  prefetch_to_l2(batch.block_table + guess.request * batch.table_row_stride + entry);
+  const int32_t entry = static_cast<int32_t>(row.copied) +
+                        (static_cast<int32_t>(threadIdx.x) * ctas + cta) * kEntries;
+  if (entry < batch.max_pages) prefetch_to_l2(row.pages + entry);
 }
 
 // The largest, or the sum, of a row's values, one a warp.
@@ -264,19 +266,36 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
   hopper::cluster_arrive_relaxed();
   wait_for_previous_kernel();
 
-  // Position, ids and q do not wait for each other. q comes to where the weights of round 0 will
-  // lie: asked for in registers, it would be waited for before pages are asked for.
+  // Table, position, ids and q do not wait for each other. The table comes to where round 2 will
+  // lie, which is fetched behind the first __syncthreads() of round 0; q to where the weights of
+  // round 0 will lie: asked for in registers, it would be waited for before pages are looked up.
+  // The row of a paged_decode token needs no id: its pages are asked for at once.
+  const BatchView& batch = attend.batch;
   const PositionGuess guess = guess_row<kSparse>(params.decode, token);
-  WarpSlices<Element, kSparse> slices{params.decode, head, token, warp * splits + split,
-                                      splits * kWarps};
-  const LoadingId lane_id = slices.id_of(slices.slot_of(lane));
-  const float k_scale = load_scale(attend.k_scale, head);
-  const float v_scale = load_scale(attend.v_scale, head);
+  const bool guesses = guess.request >= 0;
+  auto* const table = reinterpret_cast<int32_t*>(shared.ring[0][kStages - 1]);
+  const TableRow first_pages =
+      copy_table_row<kSparse ? kTablePages : 0>(batch, guess.request, guesses, table, kWarps * 32);
+  WarpSlices<Element, kSparse, kSparse> slices{params.decode, head, token, warp * splits + split,
+                                               splits * kWarps};
+  const int32_t lane_slot = slices.slot_of(lane);
+  int32_t page = -1;
+  if (!kSparse) first_pages.load_others(batch, guesses, lane_slot, page);
+  const LoadingId lane_id = slices.id_of(lane_slot);
   Query<Element>::template fetch<kWarps * 32>(shared.weights, attend.q, token,
                                               head * attend.group_size, attend.group_size);
-  if (kSparse) prefetch_table(params.decode, guess, head, split);
+  const float k_scale = load_scale(attend.k_scale, head);
+  const float v_scale = load_scale(attend.v_scale, head);
+  if (kSparse) prefetch_table(params.decode, first_pages, guesses, head, split);
   const LaneCopy<Element, true> copy(attend, head);
-  slices.look_up(lane_id, guess);
+  if (kSparse) {
+    const auto block = static_cast<uint32_t>(lane_id.low);
+    first_pages.load_others(batch, guesses, block, page);
+    wait_async_copies<1>();  // behind the table: q
+    __syncthreads();
+    if (block < first_pages.copied) page = table[block];
+  }
+  slices.look_up(lane_id, guess, page);
 
   // Whether the CTA, not just this warp, has a round of that number.
   const auto is_round = [&](int32_t round) { return round * slices.turn < slices.count; };
