@@ -125,23 +125,29 @@ __device__ __forceinline__ int64_t load_id(const IdsView& ids, int64_t head, int
 
 // An id on its way: nothing waits for it before it is made whole.
 struct LoadingId {
-  int32_t low = -1, high = -1;  // words; of int32 ids the first is the id
+  int32_t low = -1, high = 0;  // words; of int32 ids the first is the id
 };
 
-__device__ __forceinline__ LoadingId start_load_id(const IdsView& ids, int64_t head, int64_t token,
-                                                   int64_t slot) {
+__device__ __forceinline__ const int32_t* words_of_id(const IdsView& ids, int64_t head,
+                                                      int64_t token, int64_t slot) {
   const int64_t offset = head * ids.head_stride + token * ids.token_stride + slot * ids.slot_stride;
+  return static_cast<const int32_t*>(ids.data) + (offset << (ids.dtype == DType::kInt64 ? 1 : 0));
+}
+
+// -1 where the entry is not `there`.
+__device__ __forceinline__ LoadingId start_load_id(const IdsView& ids, int64_t head, int64_t token,
+                                                   int64_t slot, bool there) {
   const bool is_wide = ids.dtype == DType::kInt64;
-  const int32_t* words = static_cast<const int32_t*>(ids.data) + (offset << (is_wide ? 1 : 0));
+  const int32_t* words = words_of_id(ids, head, token, slot);
   LoadingId id;
-  id.low = words[0];
-  if (is_wide) id.high = words[1];
+  load_if(there, words, id.low);
+  load_if(there && is_wide, words + 1, id.high);
   return id;
 }
 
-__device__ __forceinline__ int64_t whole_id(const IdsView& ids, const LoadingId& id) {
-  if (ids.dtype != DType::kInt64) return id.low;
-  return static_cast<int64_t>(id.high) << 32 | static_cast<uint32_t>(id.low);
+// Whether it is one of the first `visible` blocks.
+__device__ __forceinline__ bool is_visible(const LoadingId& id, int32_t visible) {
+  return static_cast<uint32_t>(id.low) < static_cast<uint32_t>(visible) && id.high == 0;
 }
 
 __device__ __forceinline__ int32_t page_of(const BatchView& batch, int64_t request, int64_t block) {

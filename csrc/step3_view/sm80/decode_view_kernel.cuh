@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   const bool has_entry =
       head < static_cast<int32_t>(ids.num_heads) && lane < static_cast<int32_t>(ids.topk);
   const auto max_pages = static_cast<uint32_t>(batch.max_pages);
-  const bool is_wide = ids.dtype == DType::kInt64, guesses = batch.num_requests > 0;
+  const bool guesses = batch.num_requests > 0;
   wait_for_previous_kernel();
   start_next_kernel();
 
@@ -57,13 +57,7 @@ __global__ void __launch_bounds__(kWarps * 32)
       copy_table_row<kTablePages>(batch, request, guesses, table, blockDim.x);
   const PositionGuess guess = guess_position(batch, request);
   __syncwarp();
-  LoadingId id;
-  const int32_t* const words =
-      static_cast<const int32_t*>(ids.data) +
-      ((head * ids.head_stride + token * ids.token_stride + lane * ids.slot_stride)
-       << (is_wide ? 1 : 0));
-  load_if(has_entry && is_wide, words + 1, id.high);
-  load_if(has_entry, words, id.low);
+  const LoadingId id = start_load_id(ids, head, token, lane, has_entry);
   const int64_t row = token * ids.num_heads + head;
   int32_t* entry =
       params.page_table + row * params.table_row_stride + lane * params.table_entry_stride;
@@ -83,10 +77,8 @@ __global__ void __launch_bounds__(kWarps * 32)
   TokenPosition position{request, max(guess.length, 0) - (guess.end - token)};
   const bool is_right = guess.begin <= token && token < guess.end;
   if (!is_right) position = find_position_by_warp(batch, token, guess);
-  const uint32_t visible =
-      position.pos < 0 ? 0 : min(static_cast<uint32_t>(position.pos) / kBlock + 1, max_pages);
-  const bool counts =
-      lane < static_cast<int32_t>(visible) && block < visible && (!is_wide || id.high == 0);
+  const int32_t visible = visible_blocks(batch, position.pos);
+  const bool counts = lane < visible && is_visible(id, visible);
   if (!is_right) page = counts ? page_of(batch, position.request, block) : -1;
   const bool listed = counts && page >= 0 && page < params.num_pages;
 

@@ -102,14 +102,14 @@ struct Query {
   // the CTA. 16-byte vector c of row r goes to c ^ 4 (r % 2), as in a slice of K.
   template <int kThreads>
   static __device__ __forceinline__ void fetch(uint4* rows, const RowsView& view, int64_t token,
-                                               int64_t first_head, int64_t group) {
+                                               int64_t first_head, int32_t group) {
+    const char* const heads = static_cast<const char*>(view.data) +
+                              2 * (token * view.token_stride + first_head * view.head_stride);
 #pragma unroll
     for (int first = 0; first < kRows * kQueryVectors; first += kThreads) {
       const int row = (first + threadIdx.x) / kQueryVectors, vector = threadIdx.x % kQueryVectors;
-      const int64_t head = first_head + min(static_cast<int64_t>(row), group - 1);
       copy_async_16(shared_address(rows + row * kQueryVectors + (vector ^ row % 2 * 4)),
-                    static_cast<const char*>(view.data) +
-                        2 * (token * view.token_stride + head * view.head_stride) + vector * 16);
+                    heads + 2 * min(row, group - 1) * view.head_stride + vector * 16);
     }
     commit_async_copies();
   }

@@ -77,7 +77,7 @@ __device__ __forceinline__ void prefetch_table(const DecodeParams& params, const
                                                bool there, int64_t head, int32_t split) {
   constexpr int32_t kEntries = 128 / sizeof(int32_t);  // of a line
   const BatchView& batch = params.attend.batch;
-  if (batch.table_col_stride != 1 || !there) return;
+  if (batch.table_col_stride != 1 || !there || row.copied >= batch.max_pages) return;
   const auto ctas = static_cast<int32_t>(params.attend.num_kv_heads) * params.splits;
   const auto cta = static_cast<int32_t>(head) * params.splits + split;
   const int32_t entry = static_cast<int32_t>(row.copied) +
@@ -256,6 +256,35 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
   const int own_rows = min(params.rows, max(0, group - split * params.rows));
   // A cluster of one CTA has nobody to send to. Four warps are never alone: their cut has parts.
   const bool alone = kWarps == 8 && splits == 1;
+  wait_for_previous_kernel();
+
+  // Ids, table, position and q do not wait for each other, and nothing else is done before they are
+  // asked for. The table comes to where round 2 will lie, which is fetched behind the first
+  // __syncthreads() of round 0; q to where the weights of round 0 will lie: asked for in registers,
+  // it would be waited for before pages are looked up. The row of a paged_decode token needs no id:
+  // its pages are asked for at once.
+  const BatchView& batch = attend.batch;
+  WarpSlices<Element, kSparse, kSparse> slices{params.decode, head, token, warp * splits + split,
+                                               splits * kWarps};
+  const int32_t lane_slot = slices.slot_of(lane);
+  const LoadingId lane_id = slices.id_of(lane_slot);
+  __syncwarp();  // the compiler would put them behind what follows
+  const PositionGuess guess = guess_row<kSparse>(params.decode, token);
+  __syncwarp();
+  const bool guesses = guess.request >= 0;
+  auto* const table = reinterpret_cast<int32_t*>(shared.ring[0][kStages - 1]);
+  const TableRow first_pages =
+      copy_table_row<kSparse ? kTablePages : 0>(batch, guess.request, guesses, table, kWarps * 32);
+  int32_t page = -1;
+  __syncwarp();
+  if (!kSparse) first_pages.load_others(batch, guesses, lane_slot, page);
+  Query<Element>::template fetch<kWarps * 32>(shared.weights, attend.q, token,
+                                              head * attend.group_size, group);
+  const float k_scale = load_scale(attend.k_scale, head);
+  const float v_scale = load_scale(attend.v_scale, head);
+  if (kSparse) prefetch_table(params.decode, first_pages, guesses, head, split);
+
+  // While they are on their way.
   if (threadIdx.x == 0 && !alone) {
     hopper::barrier_init(&shared.arrived, 1);
     hopper::fence_barrier_init();
@@ -264,44 +293,32 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
   }
   __syncwarp();
   hopper::cluster_arrive_relaxed();
-  wait_for_previous_kernel();
-
-  // Table, position, ids and q do not wait for each other. The table comes to where round 2 will
-  // lie, which is fetched behind the first __syncthreads() of round 0; q to where the weights of
-  // round 0 will lie: asked for in registers, it would be waited for before pages are looked up.
-  // The row of a paged_decode token needs no id: its pages are asked for at once.
-  const BatchView& batch = attend.batch;
-  const PositionGuess guess = guess_row<kSparse>(params.decode, token);
-  const bool guesses = guess.request >= 0;
-  auto* const table = reinterpret_cast<int32_t*>(shared.ring[0][kStages - 1]);
-  const TableRow first_pages =
-      copy_table_row<kSparse ? kTablePages : 0>(batch, guess.request, guesses, table, kWarps * 32);
-  WarpSlices<Element, kSparse, kSparse> slices{params.decode, head, token, warp * splits + split,
-                                               splits * kWarps};
-  const int32_t lane_slot = slices.slot_of(lane);
-  int32_t page = -1;
-  if (!kSparse) first_pages.load_others(batch, guesses, lane_slot, page);
-  const LoadingId lane_id = slices.id_of(lane_slot);
-  Query<Element>::template fetch<kWarps * 32>(shared.weights, attend.q, token,
-                                              head * attend.group_size, attend.group_size);
-  const float k_scale = load_scale(attend.k_scale, head);
-  const float v_scale = load_scale(attend.v_scale, head);
-  if (kSparse) prefetch_table(params.decode, first_pages, guesses, head, split);
+  uint32_t ring = shared_address(shared.ring);
+  compute_here(ring);
+  const auto stage_address = [&](int owner, int stage) {
+    return ring + static_cast<uint32_t>((owner * kStages + stage) * 2 * kPartBytes);
+  };
   const LaneCopy<Element, true> copy(attend, head);
+  compute_here(copy.k);
+  compute_here(copy.v);
+
+  const auto block = static_cast<uint32_t>(lane_id.low);
+  if (kSparse) first_pages.load_others(batch, guesses, block, page);
+  slices.find(guess);
+  const int32_t tokens = slices.tokens_of(lane, lane_id);
+  const bool is_right = slices.row.request == guess.request;
+  if (!is_right) page = slices.page_of_counting(tokens, slices.block_of(lane, lane_id));
   if (kSparse) {
-    const auto block = static_cast<uint32_t>(lane_id.low);
-    first_pages.load_others(batch, guesses, block, page);
     wait_async_copies<1>();  // behind the table: q
     __syncthreads();
-    if (block < first_pages.copied) page = table[block];
+    if (is_right && block < first_pages.copied) {
+      page = static_cast<int32_t>(load_shared_4(stage_address(0, kStages - 1) + block * 4));
+    }
   }
-  slices.look_up(lane_id, guess, page);
+  slices.ahead = slices.source_of(tokens, page);
 
   // Whether the CTA, not just this warp, has a round of that number.
   const auto is_round = [&](int32_t round) { return round * slices.turn < slices.count; };
-  const auto stage_address = [&](int owner, int stage) {
-    return shared_address(shared.ring[owner][stage]);
-  };
   // Begins to bring the warp's slice of a round, as two groups. Returns how many of its tokens
   // count.
   const auto fetch = [&](int stage, int32_t round) {
@@ -312,8 +329,8 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
     }
     const SliceTokens tokens = slices.get(round);
     const uint32_t k = stage_address(warp, stage);
-    copy.copy_k(k, tokens.page, tokens.first, tokens.valid);
-    copy.copy_v(k + kPartBytes, tokens.page, tokens.first, tokens.valid);
+    copy.copy_k(k, tokens);
+    copy.copy_v(k + kPartBytes, tokens);
     return tokens.valid;
   };
   int valid = 0, next_valid = 0;  // of this round and of the next one

@@ -55,6 +55,12 @@ static_assert(2 * (sizeof(PairStorage<4>) + 1024) <= 228 * 1024, "two CTAs an SM
 static_assert(sizeof(PairStorage<8>) <= 227 * 1024, "shared memory of one CTA");
 static_assert(kPairTokens * kRows * kOStride * 4 <= kStages * 2 * kPartBytes, "o lies in the ring");
 
+// Of an entry: the block that it selects, and the page of that; -1: it counts nothing.
+struct SliceSource {
+  int32_t block;
+  int32_t page;
+};
+
 // Makes shared.list of the tokens' ids; returns its length. All threads.
 template <int kWarps>
 __device__ __forceinline__ int make_union(const DecodeParams& params, PairStorage<kWarps>& shared,
@@ -66,9 +72,11 @@ __device__ __forceinline__ int make_union(const DecodeParams& params, PairStorag
   const KeyRow row = token == 0 ? rows[0] : rows[1];
   SliceSource source{kNoKey, -1};
   if (is_entry && slot < row.blocks) {
-    source =
-        find_slice<true>(params, row, slot, load_id(params.ids, head, first_token + token, slot));
-    if (source.page >= params.attend.k_cache.num_pages) source.page = -1;
+    const int64_t id = load_id(params.ids, head, first_token + token, slot);
+    if (id >= 0 && id < row.visible) {
+      const int32_t page = page_of(params.attend.batch, row.request, id);
+      if (page < params.attend.k_cache.num_pages) source = {static_cast<int32_t>(id), page};
+    }
   }
   const bool counts = source.page >= 0;
   if (is_entry) shared.key[index] = counts ? source.block : kNoKey;
@@ -217,8 +225,8 @@ __device__ __forceinline__ void walk_union(const DecodeParams& params, PairStora
     const uint32_t k = ring + stage * 2 * kPartBytes, v = k + kPartBytes;
     next_source(stage);
     if (lane == 0) shared.valid[warp][stage] = valid;
-    copy.copy_k(k, page, first, copied);
-    copy.copy_v(v, page, first, copied);
+    copy.copy_k(k, {page, first, copied});
+    copy.copy_v(v, {page, first, copied});
   }
 
   Rows<Element> rows[kPairTokens];
@@ -235,7 +243,7 @@ __device__ __forceinline__ void walk_union(const DecodeParams& params, PairStora
     __syncwarp();
     next_source(next);
     if (lane == 0) shared.valid[warp][stage] = valid;
-    copy.copy_k(k, page, first, copied);
+    copy.copy_k(k, {page, first, copied});
     bool shrinks = false;
     if constexpr (kFirst) {
       const float scale[2] = {shared.scale[0][lane / 4], shared.scale[0][lane / 4 + 8]};
@@ -271,7 +279,7 @@ __device__ __forceinline__ void walk_union(const DecodeParams& params, PairStora
       if constexpr (kSecond) rows[1].add_values(v, p[1]);
     }
     __syncwarp();
-    copy.copy_v(v, page, first, copied);
+    copy.copy_v(v, {page, first, copied});
   };
   const std::true_type yes;
   const std::false_type no;
@@ -292,8 +300,8 @@ __device__ __forceinline__ void walk_union(const DecodeParams& params, PairStora
       __syncwarp();
       next_source(next);
       if (lane == 0) shared.valid[warp][stage] = valid;
-      copy.copy_k(k, page, first, copied);
-      copy.copy_v(k + kPartBytes, page, first, copied);
+      copy.copy_k(k, {page, first, copied});
+      copy.copy_v(k + kPartBytes, {page, first, copied});
     }
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
@@ -324,7 +332,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   if (warp < tokens) {
     query.load(attend.q, first_token + warp, head * attend.group_size, attend.group_size);
   }
-  KeyRow rows[kPairTokens] = {find_row<true>(params, first_token), {0, -1, 0}};
+  KeyRow rows[kPairTokens] = {find_row<true>(params, first_token), {0, -1, 0, 0}};
   if (tokens == kPairTokens) rows[1] = find_row<true>(params, first_token + 1);
   const int blocks = make_union(params, shared, rows, head, first_token);
   if (warp < tokens) {
