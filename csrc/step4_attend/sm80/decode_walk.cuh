@@ -218,15 +218,10 @@ struct LaneCopy {
     const auto page = static_cast<uint32_t>(tokens.page),
                row_of_page = static_cast<uint32_t>(tokens.first);
     const Element* source = first + (page * cache.page_stride + row_of_page * cache.token_stride);
-    const bool whole = tokens.valid == S::kTokens;
     const int left = tokens.valid - row;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      if (whole) {
-        copy_async_16(place(i), source);
-      } else {
-        copy_async_16_or_zero(place(i), source, i * kStepRows < left);
-      }
+      copy_async_16_or_zero(place(i), source, i * kStepRows < left);
       source += kStepRows * cache.token_stride;
     }
     commit_async_copies();
