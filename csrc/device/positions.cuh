@@ -63,18 +63,17 @@ __device__ __forceinline__ int32_t guess_request(const BatchView& batch, int32_t
 struct PositionGuess {
   int32_t request = -1;
   int32_t begin = 0, end = 0, length = 0;  // of that request; the length as the caller gave it
-  int32_t total = 0;                       // tokens of the batch
 };
 
 __device__ __forceinline__ PositionGuess guess_position(const BatchView& batch, int32_t request) {
   const bool there = request >= 0;
-  const int32_t* const first = batch.cu_seqlens_q + request * batch.cu_seqlens_stride;
+  const auto row = static_cast<uint32_t>(request);
+  const int32_t* const first = batch.cu_seqlens_q + row * batch.cu_seqlens_stride;
   PositionGuess guess;
   guess.request = request;
-  load_if(there, batch.seq_lens + request * batch.seq_lens_stride, guess.length);
+  load_if(there, batch.seq_lens + row * batch.seq_lens_stride, guess.length);
   load_if(there, first, guess.begin);
   load_if(there, first + batch.cu_seqlens_stride, guess.end);
-  load_if(there, batch.cu_seqlens_q + batch.num_requests * batch.cu_seqlens_stride, guess.total);
   return guess;
 }
 
@@ -83,9 +82,11 @@ __device__ __forceinline__ PositionGuess guess_position(const BatchView& batch, 
 __device__ __forceinline__ TokenPosition find_position_by_warp(const BatchView& batch,
                                                                int32_t token,
                                                                const PositionGuess& guess) {
-  if (token >= guess.total) return {-1, -1};
   int32_t low = guess.request, end = guess.end, length = max(guess.length, 0);
   if (guess.begin > token || token >= end) {
+    if (batch.num_requests == 0 || token >= first_token_of(batch, batch.num_requests)) {
+      return {-1, -1};
+    }
     const int lane = threadIdx.x % 32;
     low = 0;
     auto high = static_cast<int32_t>(batch.num_requests);  // first[low] <= token < first[high]

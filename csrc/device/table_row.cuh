@@ -31,7 +31,8 @@ template <uint32_t kMost>
 __device__ __forceinline__ TableRow copy_table_row(const BatchView& batch, int32_t request,
                                                    bool there, int32_t* table, uint32_t threads) {
   constexpr uint32_t kVector = 4;
-  const int32_t* const pages = batch.block_table + request * batch.table_row_stride;
+  const int32_t* const pages =
+      batch.block_table + static_cast<uint32_t>(request) * batch.table_row_stride;
   uint32_t copied = 0;
   if (there && batch.table_col_stride == 1 && reinterpret_cast<uintptr_t>(pages) % 16 == 0) {
     copied = min(static_cast<uint32_t>(batch.max_pages), kMost) / kVector * kVector;

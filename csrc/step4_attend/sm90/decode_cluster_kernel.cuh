@@ -264,8 +264,9 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
   // it would be waited for before pages are looked up. The row of a paged_decode token needs no id:
   // its pages are asked for at once.
   const BatchView& batch = attend.batch;
-  WarpSlices<Element, kSparse, kSparse> slices{params.decode, head, token, warp * splits + split,
-                                               splits * kWarps};
+  const auto lane_warp = static_cast<int32_t>(threadIdx.x / 32);  // without waiting for the shuffle
+  WarpSlices<Element, kSparse, kSparse> slices{params.decode, head, token,
+                                               lane_warp * splits + split, splits * kWarps};
   const int32_t lane_slot = slices.slot_of(lane);
   const LoadingId lane_id = slices.id_of(lane_slot);
   __syncwarp();  // the compiler would put them behind what follows
