@@ -10,8 +10,8 @@
 //           slices: 16 tokens of a block (32 of an FP8 cache), K and V.
 // Roles     all W warps alike (4), each its own producer: no barrier but the one before the merge.
 //           Hopper's cluster kernel (sm90/decode_cluster_kernel.cuh) has a walk of its own.
-// Registers q as 16 rows (G heads, the last one repeated); o of 16 x 128; what to fetch of the
-//           warp's next 32 slices, one a lane.
+// Registers q as 16 rows (G heads, the last one repeated); o of 16 x 128; page, first token and
+//           number of tokens of the warp's next 32 slices, one a lane.
 // Shared    ring    W warps x 3 stages x (K 4096, V 4096)   98,304 at W 4; layout: decode_slice.cuh
 //           o       W warps x 16 rows x 136 floats, over each warp's own part of the ring
 //           state   W warps x 16 rows (m, l)

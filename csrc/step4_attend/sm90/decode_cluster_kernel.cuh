@@ -12,19 +12,26 @@
 //           in sums of their own; what to fetch of the warp's next 32 slices, one a lane.
 // Shared    of 8 warps, and of 4, two CTAs an SM:
 //           ring     W warps x 3 stages x (K 4096, V 4096)          196,608     98,304
-//           weights  q, then P of a round as operands, 16 bytes a lane 8,192      4,096
+//           table    the first 1,024 pages of the guessed request's row, over the first warp's
+//                    last stage, which round 2 is fetched to
+//           weights  q, then P of a round as operands, 16 bytes a
+//                    lane                                             8,192      4,096
 //           maxima, sums  [row][warp]                                 1,024        512
 //           inbox    [split][row of this CTA][D] floats,
 //                    as the senders have them                        16,384     12,288
 //           inbox_state  [split][row of this CTA] (m, l). CTA r merges the R rows from r * R on,
 //                    R = ceil(G / splits).
-// Timeline  position, ids, scales, copy of q | pages | K and V of 2 rounds | q, then each round:
+// Timeline  ids, position, copies of table and q, scales: none waits for another | pages, from the
+//           table | K and V of 2 rounds | q, then each round:
 //           wait K | S = Q K^T | row maxima | __syncthreads | fetch K and V of round + 2 | P |
 //           wait V | __syncthreads | O += P V. Two cp.async groups a round: K, then V.
+//           Pages that are not in the table are loaded behind the ids; all of them again where the
+//           guess was wrong. paged_decode needs no ids: it loads pages beside the position.
 //           Then o goes to the CTAs that own its rows; they merge the parts and store. One launch,
 //           no workspace.
-// Barriers  __syncthreads, 1st of a round: the maxima are there, V of the round before has been
-//           read; 2nd: P and V are there, the maxima have been read.
+// Barriers  __syncthreads before the rounds: the table is there; q is there. 1st of a round: the
+//           maxima are there, V of the round before, q and the table have been read; 2nd: P and V
+//           are there, the maxima have been read.
 //           cluster  arrive at the start, wait before the first send: every CTA has started.
 //           arrived  1 arrival, and the bytes of all parts of this CTA's rows. Nobody touches the
 //                    memory of a CTA after that, so CTAs end when they like. Not of a CTA alone:
