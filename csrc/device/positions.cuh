@@ -6,8 +6,8 @@
 #include <cstdint>
 
 #include "common/views.h"
+#include "device/division.h"
 #include "device/instructions.cuh"
-#include "device/inverse.h"
 
 namespace msa {
 
@@ -44,18 +44,18 @@ __device__ __forceinline__ TokenPosition find_position(const BatchView& batch, i
   return {low, seq_len_of(batch, low) - (end - token)};
 }
 
-// Tokens that a request probably has.
-inline int32_t tokens_of_each(const BatchView& batch) {
-  return static_cast<int32_t>(
-      std::max<int64_t>(1, batch.num_tokens / std::max<int64_t>(1, batch.num_requests)));
+// By the tokens that a request probably has.
+inline Division tokens_of_each(const BatchView& batch) {
+  return division_by(static_cast<uint32_t>(
+      std::max<int64_t>(1, batch.num_tokens / std::max<int64_t>(1, batch.num_requests))));
 }
 
 // The request that a token is probably of: most decode batches have `each` tokens a request. -1:
 // there are none.
 __device__ __forceinline__ int32_t guess_request(const BatchView& batch, int32_t token,
-                                                 uint32_t inverse_each) {
-  const uint64_t request = uint64_t{static_cast<uint32_t>(token)} * inverse_each >> kInverseShift;
-  return min(static_cast<int32_t>(request), static_cast<int32_t>(batch.num_requests) - 1);
+                                                 const Division& each) {
+  return min(static_cast<int32_t>(each(static_cast<uint32_t>(token))),
+             static_cast<int32_t>(batch.num_requests) - 1);
 }
 
 // Where the guessed request begins and ends. The loads do not wait for each other, nor do they keep
@@ -105,10 +105,10 @@ __device__ __forceinline__ TokenPosition find_position_by_warp(const BatchView& 
 }
 
 __device__ __forceinline__ TokenPosition find_position_by_warp(const BatchView& batch,
-                                                               int32_t token, int32_t each) {
-  const auto last = static_cast<int32_t>(batch.num_requests) - 1;
-  const int32_t request = min(each == 1 ? token : token / each, last);
-  return find_position_by_warp(batch, token, guess_position(batch, request));
+                                                               int32_t token,
+                                                               const Division& each) {
+  return find_position_by_warp(batch, token,
+                               guess_position(batch, guess_request(batch, token, each)));
 }
 
 // Blocks that a token at `pos` may see.

@@ -34,7 +34,7 @@ constexpr int kSharedBytes = kTablePages * sizeof(int32_t);
 
 __global__ void __launch_bounds__(kWarps * 32)
     msa_decode_view_sm80_kernel(const __grid_constant__ DecodeViewParams params,
-                                uint32_t inverse_each) {
+                                const Division each) {
   constexpr uint32_t kNone = 0x7fffffff;
   extern __shared__ __align__(16) uint8_t shared_memory[];
   auto* const table = reinterpret_cast<int32_t*>(shared_memory);
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kWarps * 32)
 
   // The first __syncwarp() keeps the compiler from looking at the id before the loads above it are
   // under way, the second from waiting for the copies there.
-  const int32_t request = guess_request(batch, token, inverse_each);
+  const int32_t request = guess_request(batch, token, each);
   const TableRow first_pages =
       copy_table_row<kTablePages>(batch, request, guesses, table, blockDim.x);
   const PositionGuess guess = guess_position(batch, request);

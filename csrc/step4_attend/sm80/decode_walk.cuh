@@ -66,7 +66,7 @@ template <bool kSparse>
 __device__ __forceinline__ PositionGuess guess_row(const DecodeParams& params, int32_t token) {
   const BatchView& batch = params.attend.batch;
   if (kSparse || batch.cu_seqlens_q != nullptr) {
-    return guess_position(batch, guess_request(batch, token, params.inverse_each));
+    return guess_position(batch, guess_request(batch, token, params.tokens_each));
   }
   PositionGuess guess;  // a row is a request
   guess.request = token;
