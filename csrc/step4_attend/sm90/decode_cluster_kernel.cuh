@@ -11,9 +11,9 @@
 // Registers q as 16 rows (G heads, the last one repeated); o of 16 x (128 / W), even and odd slices
 //           in sums of their own; what to fetch of the warp's next 32 slices, one a lane.
 // Shared    of 8 warps, and of 4, two CTAs an SM:
-//           ring     W warps x 3 stages x (K 4096, V 4096)          196,608     98,304
+//           ring     W warps x 2 stages x (K 4096, V 4096)          131,072     65,536
 //           table    the first 1,024 pages of the guessed request's row, over the first warp's
-//                    last stage, which round 2 is fetched to
+//                    last stage, which round 1 is fetched to
 //           weights  q, then P of a round as operands, 16 bytes a
 //                    lane                                             8,192      4,096
 //           maxima, sums  [row][warp]                                 1,024        512
@@ -22,13 +22,15 @@
 //           inbox_state  [split][row of this CTA] (m, l). CTA r merges the R rows from r * R on,
 //                    R = ceil(G / splits).
 // Timeline  ids, position, copies of table and q, scales: none waits for another | pages, from the
-//           table | K and V of 2 rounds | q, then each round:
-//           wait K | S = Q K^T | row maxima | __syncthreads | fetch K and V of round + 2 | P |
-//           wait V | __syncthreads | O += P V. Two cp.async groups a round: K, then V.
-//           Pages that are not in the table are loaded behind the ids; all of them again where the
-//           guess was wrong. paged_decode needs no ids: it loads pages beside the position.
-//           Then o goes to the CTAs that own its rows; they merge the parts and store. One launch,
-//           no workspace.
+//           table | fetch K of round 0 | q | fetch V, then each round:
+//           wait K | S = Q K^T | fetch K of round + 1 | row maxima | __syncthreads | P | fetch V of
+//           round + 1 | wait V | __syncthreads | O += P V. A cp.async group each. Reads of shared
+//           memory wait in line behind copies that were asked for before them, which come as fast
+//           as L2 answers: so no more is asked for than keeps L2 busy, and behind what is read
+//           next. Pages that are not in the table are loaded behind the ids; all of them again
+//           where the guess was wrong. paged_decode needs no ids: it loads pages beside the
+//           position. Then o goes to the CTAs that own its rows; they merge the parts and store.
+//           One launch, no workspace.
 // Barriers  __syncthreads before the rounds: the table is there; q is there. 1st of a round: the
 //           maxima are there, V of the round before, q and the table have been read; 2nd: P and V
 //           are there, the maxima have been read.
@@ -53,6 +55,7 @@ namespace hopper = msa::sm90;
 
 constexpr int kVectorColumns = 16;      // of o, what a warp owns one or two of
 constexpr uint32_t kTablePages = 1024;  // of 131,072 tokens
+constexpr int kRounds = 2;              // stages of a warp's ring
 static_assert(kTablePages * sizeof(int32_t) <= 2 * kPartBytes, "a stage of a warp");
 
 struct ClusterParams {
@@ -67,7 +70,7 @@ struct ClusterStorage {
   static constexpr int kWarps = kWarpCount;
   static constexpr int kMaxSplits = kWarps == 8 ? kMaxClusterSplits : 8;
   static constexpr int kInboxRows = kRows + kMaxSplits;  // splits * ceil(G / splits) is less
-  alignas(1024) uint8_t ring[kWarps][kStages][2][kPartBytes];
+  alignas(1024) uint8_t ring[kWarps][kRounds][2][kPartBytes];
   uint4 weights[kWarps * 2 * 32];
   alignas(16) float maxima[kRows][kWarps];
   alignas(16) float sums[kRows][kWarps];
@@ -280,7 +283,7 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
   const PositionGuess guess = guess_row<kSparse>(params.decode, token);
   __syncwarp();
   const bool guesses = guess.request >= 0;
-  auto* const table = reinterpret_cast<int32_t*>(shared.ring[0][kStages - 1]);
+  auto* const table = reinterpret_cast<int32_t*>(shared.ring[0][kRounds - 1]);
   const TableRow first_pages =
       copy_table_row<kSparse ? kTablePages : 0>(batch, guess.request, guesses, table, kWarps * 32);
   int32_t page = -1;
@@ -303,8 +306,8 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
   hopper::cluster_arrive_relaxed();
   uint32_t ring = shared_address(shared.ring);
   compute_here(ring);
-  const auto stage_address = [&](int owner, int stage) {
-    return ring + static_cast<uint32_t>((owner * kStages + stage) * 2 * kPartBytes);
+  const auto stage_address = [&](int owner, int32_t round) {
+    return ring + static_cast<uint32_t>((owner * kRounds + round % kRounds) * 2 * kPartBytes);
   };
   const LaneCopy<Element, true> copy(attend, head);
   compute_here(copy.k);
@@ -320,64 +323,63 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
     wait_async_copies<1>();  // behind the table: q
     __syncthreads();
     if (is_right && block < first_pages.copied) {
-      page = static_cast<int32_t>(load_shared_4(stage_address(0, kStages - 1) + block * 4));
+      page = static_cast<int32_t>(load_shared_4(stage_address(0, kRounds - 1) + block * 4));
     }
   }
   slices.ahead = slices.source_of(tokens, page);
 
   // Whether the CTA, not just this warp, has a round of that number.
   const auto is_round = [&](int32_t round) { return round * slices.turn < slices.count; };
-  // Begins to bring the warp's slice of a round, as two groups. Returns how many of its tokens
-  // count.
-  const auto fetch = [&](int stage, int32_t round) {
-    if (!is_round(round)) {
+  // Begins to bring K, then V, of the warp's slice of a round, a group of copies each.
+  const auto fetch_k = [&](int32_t round) {
+    SliceTokens tokens{};
+    if (is_round(round)) {
+      tokens = slices.get(round);
+      copy.copy_k(stage_address(warp, round), tokens);
+    } else {
       commit_async_copies();
-      commit_async_copies();
-      return 0;
     }
-    const SliceTokens tokens = slices.get(round);
-    const uint32_t k = stage_address(warp, stage);
-    copy.copy_k(k, tokens);
-    copy.copy_v(k + kPartBytes, tokens);
-    return tokens.valid;
+    return tokens;
   };
-  int valid = 0, next_valid = 0;  // of this round and of the next one
-#pragma unroll 1
-  for (int stage = 0; stage < kStages - 1; ++stage) {
-    valid = next_valid;
-    next_valid = fetch(stage, stage);
-  }
+  const auto fetch_v = [&](int32_t round, const SliceTokens& tokens) {
+    if (is_round(round)) {
+      copy.copy_v(stage_address(warp, round) + kPartBytes, tokens);
+    } else {
+      commit_async_copies();
+    }
+  };
+  SliceTokens next = fetch_k(0);
+  int valid = next.valid;  // of the round's slice
 
   Query<Element> query;
-  wait_async_copies<2 * (kStages - 1)>();  // behind q: K and V of 2 rounds
+  wait_async_copies<1>();  // behind q: K
   __syncthreads();
   query.load_fetched(shared.weights);
+  fetch_v(0, next);
   query.prepare(attend.scale * k_scale * kLog2E);
   ClusterRows<Element, kWarps> rows;
-  int stage = 0;
 #pragma unroll 1
   for (int32_t round = 0; is_round(round); ++round) {
-    wait_async_copies<3>();  // behind K: V, and both of the next round
+    wait_async_copies<1>();  // behind K: V
     __syncwarp();
     float s[S::kColumns][4] = {};
-    if (valid > 0) score(query, stage_address(warp, stage), s);
+    if (valid > 0) score(query, stage_address(warp, round), s);
+    next = fetch_k(round + 1);
     rows.store_maxima(shared, warp, s, valid, query.scale);
     __syncthreads();
-    const int later_valid = fetch(stage == 0 ? kStages - 1 : stage - 1, round + 2);
     rows.store_weights(shared, warp, s);
+    fetch_v(round + 1, next);
     if (!is_round(round + 1)) rows.store_sums(shared, warp);
-    wait_async_copies<4>();  // behind V: both of the next two rounds
+    wait_async_copies<2>();  // behind V: both of the next round
     __syncthreads();
     uint32_t values[rows.kVectors];
 #pragma unroll
     for (int vector = 0; vector < rows.kVectors; ++vector) {
       values[vector] =
-          rows.value_address(stage_address(0, stage) + kPartBytes, warp * rows.kVectors + vector);
+          rows.value_address(stage_address(0, round) + kPartBytes, warp * rows.kVectors + vector);
     }
     rows.add_values(shared, values);
-    valid = next_valid;
-    next_valid = later_valid;
-    stage = stage + 1 == kStages ? 0 : stage + 1;
+    valid = next.valid;
   }
   start_next_kernel();
 
