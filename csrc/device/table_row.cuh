@@ -37,10 +37,12 @@ __device__ __forceinline__ TableRow copy_table_row(const BatchView& batch, int32
   if (there && batch.table_col_stride == 1 && reinterpret_cast<uintptr_t>(pages) % 16 == 0) {
     copied = min(static_cast<uint32_t>(batch.max_pages), kMost) / kVector * kVector;
   }
+  if constexpr (kMost > 0) {
 #pragma unroll
-  for (uint32_t first = 0; first < kMost && first < copied; first += threads * kVector) {
-    const uint32_t page = first + threadIdx.x * kVector;
-    if (page < copied) copy_async_16(shared_address(table + page), pages + page);
+    for (uint32_t first = 0; first < kMost && first < copied; first += threads * kVector) {
+      const uint32_t page = first + threadIdx.x * kVector;
+      if (page < copied) copy_async_16(shared_address(table + page), pages + page);
+    }
   }
   commit_async_copies();
   return {pages, copied};

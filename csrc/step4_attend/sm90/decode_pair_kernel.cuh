@@ -8,7 +8,7 @@
 // Roles     all warps alike, each its own producer. Before the walk warps 0 and 1 bring a token's q
 //           each, threads 0 to 2 K - 1 an entry of the tokens' ids each.
 // Registers o of 2 x 16 x 128; q is read from shared memory part by part.
-// Shared    ring   warps x 3 stages x (K 4096, V 4096)             98,304 (196,608 with 8 warps)
+// Shared    ring   warps x 2 stages x (K 4096, V 4096)             69,632 (139,264 with 8 warps)
 //           q      [token][product][lane] 16 bytes                    8,192
 //           list   blocks of the union, ascending, with the tokens that want them
 //           o      2 tokens, over each warp's own part of the ring
@@ -32,7 +32,10 @@ namespace msa::decode::sm90 {
 
 using namespace msa::decode::sm80;
 
-constexpr int kPairTokens = 2;
+constexpr int kPairTokens = 2, kPairStages = 2;
+// Of a warp: its stages, and then o of both tokens in their place.
+constexpr int kPairRingBytes = kPairTokens * kRows * kOStride * static_cast<int>(sizeof(float));
+static_assert(kPairRingBytes >= kPairStages * 2 * kPartBytes && kPairRingBytes % 1024 == 0);
 constexpr int32_t kNoKey = 0x7fffffff;
 
 struct UnionEntry {
@@ -43,17 +46,16 @@ struct UnionEntry {
 template <int kWarpCount>
 struct PairStorage {
   static constexpr int kWarps = kWarpCount, kThreads = kWarps * 32;
-  alignas(1024) uint8_t ring[kWarps][kStages][2][kPartBytes];
+  alignas(1024) uint8_t ring[kWarps][kPairRingBytes];
   uint4 q[kPairTokens][8][32];
   float2 state[kPairTokens][kWarps][kRows];
   float scale[kPairTokens][kRows];
-  int2 valid[kWarps][kStages];
+  int2 valid[kWarps][kPairStages];
   UnionEntry list[kPairTokens * kMaxTopk];
   int32_t key[kPairTokens * kMaxTopk], page[kPairTokens * kMaxTopk];
 };
 static_assert(2 * (sizeof(PairStorage<4>) + 1024) <= 228 * 1024, "two CTAs an SM");
 static_assert(sizeof(PairStorage<8>) <= 227 * 1024, "shared memory of one CTA");
-static_assert(kPairTokens * kRows * kOStride * 4 <= kStages * 2 * kPartBytes, "o lies in the ring");
 
 // Of an entry: the block that it selects, and the page of that; -1: it counts nothing.
 struct SliceSource {
@@ -221,7 +223,7 @@ __device__ __forceinline__ void walk_union(const DecodeParams& params, PairStora
     copied = max(valid.x, valid.y);
   };
   const uint32_t ring = shared_address(shared.ring[warp]);
-  for (int stage = 0; stage < kStages; ++stage) {
+  for (int stage = 0; stage < kPairStages; ++stage) {
     const uint32_t k = ring + stage * 2 * kPartBytes, v = k + kPartBytes;
     next_source(stage);
     if (lane == 0) shared.valid[warp][stage] = valid;
@@ -259,7 +261,7 @@ __device__ __forceinline__ void walk_union(const DecodeParams& params, PairStora
       if constexpr (kFirst) rows[0].shrink(factor[0]);
       if constexpr (kSecond) rows[1].shrink(factor[1]);
     }
-    wait_async_copies<2 * kStages - 1>();
+    wait_async_copies<2 * kPairStages - 1>();
     __syncwarp();
     if constexpr (kFirst && kSecond) {
       if (seen.x == seen.y) {
@@ -285,10 +287,10 @@ __device__ __forceinline__ void walk_union(const DecodeParams& params, PairStora
   const std::false_type no;
 #pragma unroll 1
   for (int32_t index = 0; index < count; ++index) {
-    wait_async_copies<2 * kStages - 1>();  // as in walk_slices
+    wait_async_copies<2 * kPairStages - 1>();  // as in walk_slices
     __syncwarp();
     const int2 seen = shared.valid[warp][stage];
-    const int32_t next = index + kStages;
+    const int32_t next = index + kPairStages;
     if (seen.x > 0 && seen.y > 0) {
       attend_slice(yes, yes, next, seen);
     } else if (seen.x > 0) {
@@ -303,7 +305,7 @@ __device__ __forceinline__ void walk_union(const DecodeParams& params, PairStora
       copy.copy_k(k, {page, first, copied});
       copy.copy_v(k + kPartBytes, {page, first, copied});
     }
-    stage = stage + 1 == kStages ? 0 : stage + 1;
+    stage = stage + 1 == kPairStages ? 0 : stage + 1;
   }
   wait_async_copies<0>();
   __syncwarp();
