@@ -45,7 +45,6 @@ __global__ void __launch_bounds__(kWarps * 32)
   const auto head = static_cast<int32_t>(blockIdx.y * kWarps + threadIdx.x / 32);
   const bool has_entry =
       head < static_cast<int32_t>(ids.num_heads) && lane < static_cast<int32_t>(ids.topk);
-  const auto max_pages = static_cast<uint32_t>(batch.max_pages);
   const bool guesses = batch.num_requests > 0;
   wait_for_previous_kernel();
   start_next_kernel();

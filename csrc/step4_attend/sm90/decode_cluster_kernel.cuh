@@ -269,10 +269,10 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
   wait_for_previous_kernel();
 
   // Ids, table, position and q do not wait for each other, and nothing else is done before they are
-  // asked for. The table comes to where round 2 will lie, which is fetched behind the first
-  // __syncthreads() of round 0; q to where the weights of round 0 will lie: asked for in registers,
-  // it would be waited for before pages are looked up. The row of a paged_decode token needs no id:
-  // its pages are asked for at once.
+  // asked for. The table comes to where round 1 will lie, which is fetched behind the
+  // __syncthreads() that q is waited for in; q to where the weights of round 0 will lie: asked for
+  // in registers, it would be waited for before pages are looked up. The row of a paged_decode
+  // token needs no id: its pages are asked for at once.
   const BatchView& batch = attend.batch;
   const auto lane_warp = static_cast<int32_t>(threadIdx.x / 32);  // without waiting for the shuffle
   WarpSlices<Element, kSparse, kSparse> slices{params.decode, head, token,
