@@ -80,6 +80,8 @@ __device__ __forceinline__ void compute_here(float& value) { asm volatile("" : "
 __device__ __forceinline__ void compute_here(const void* address) {
   asm volatile("" ::"l"(address));
 }
+// The same, and it stays in a register from here on.
+__device__ __forceinline__ void compute_here(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
 // threadIdx.x % 32, read anew: the compiler keeps nothing that follows from it.
 __device__ __forceinline__ int read_lane() {

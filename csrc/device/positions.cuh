@@ -6,6 +6,8 @@
 #include <cstdint>
 
 #include "common/views.h"
+#include "device/division.h"
+#include "device/instructions.cuh"
 
 namespace msa {
 
@@ -42,27 +44,37 @@ __device__ __forceinline__ TokenPosition find_position(const BatchView& batch, i
   return {low, seq_len_of(batch, low) - (end - token)};
 }
 
-// What guess_position() goes by; on the host, since a division takes long on the device.
-inline int32_t tokens_of_each(const BatchView& batch) {
-  return static_cast<int32_t>(
-      std::max<int64_t>(1, batch.num_tokens / std::max<int64_t>(1, batch.num_requests)));
+// By the tokens that a request probably has.
+inline Division tokens_of_each(const BatchView& batch) {
+  return division_by(static_cast<uint32_t>(
+      std::max<int64_t>(1, batch.num_tokens / std::max<int64_t>(1, batch.num_requests))));
 }
 
-// The request that a token is probably of: most decode batches have `each` tokens a request. The
-// loads do not wait for each other, nor do they keep what the caller loads next waiting.
+// The request that a token is probably of: most decode batches have `each` tokens a request. -1:
+// there are none.
+__device__ __forceinline__ int32_t guess_request(const BatchView& batch, int32_t token,
+                                                 const Division& each) {
+  return min(static_cast<int32_t>(each(static_cast<uint32_t>(token))),
+             static_cast<int32_t>(batch.num_requests) - 1);
+}
+
+// Where the guessed request begins and ends. The loads do not wait for each other, nor do they keep
+// what the caller loads next waiting: nothing looks at them here.
 struct PositionGuess {
   int32_t request = -1;
-  int32_t begin = 0, end = 0, length = 0;  // of that request
-  int32_t total = 0;                       // tokens of the batch
+  int32_t begin = 0, end = 0, length = 0;  // of that request; the length as the caller gave it
 };
 
-__device__ __forceinline__ PositionGuess guess_position(const BatchView& batch, int32_t token,
-                                                        int32_t each) {
-  const auto num_requests = static_cast<int32_t>(batch.num_requests);
-  if (num_requests == 0) return {};
-  const int32_t request = min(each == 1 ? token : token / each, num_requests - 1);
-  return {request, first_token_of(batch, request), first_token_of(batch, request + 1),
-          seq_len_of(batch, request), first_token_of(batch, num_requests)};
+__device__ __forceinline__ PositionGuess guess_position(const BatchView& batch, int32_t request) {
+  const bool there = request >= 0;
+  const auto row = static_cast<uint32_t>(request);
+  const int32_t* const first = batch.cu_seqlens_q + row * batch.cu_seqlens_stride;
+  PositionGuess guess;
+  guess.request = request;
+  load_if(there, batch.seq_lens + row * batch.seq_lens_stride, guess.length);
+  load_if(there, first, guess.begin);
+  load_if(there, first + batch.cu_seqlens_stride, guess.end);
+  return guess;
 }
 
 // The same as find_position() by a whole warp for one token, in few dependent loads: the guess is
@@ -70,9 +82,11 @@ __device__ __forceinline__ PositionGuess guess_position(const BatchView& batch, 
 __device__ __forceinline__ TokenPosition find_position_by_warp(const BatchView& batch,
                                                                int32_t token,
                                                                const PositionGuess& guess) {
-  if (token >= guess.total) return {-1, -1};
-  int32_t low = guess.request, end = guess.end, length = guess.length;
+  int32_t low = guess.request, end = guess.end, length = max(guess.length, 0);
   if (guess.begin > token || token >= end) {
+    if (batch.num_requests == 0 || token >= first_token_of(batch, batch.num_requests)) {
+      return {-1, -1};
+    }
     const int lane = threadIdx.x % 32;
     low = 0;
     auto high = static_cast<int32_t>(batch.num_requests);  // first[low] <= token < first[high]
@@ -91,8 +105,10 @@ __device__ __forceinline__ TokenPosition find_position_by_warp(const BatchView& 
 }
 
 __device__ __forceinline__ TokenPosition find_position_by_warp(const BatchView& batch,
-                                                               int32_t token, int32_t each) {
-  return find_position_by_warp(batch, token, guess_position(batch, token, each));
+                                                               int32_t token,
+                                                               const Division& each) {
+  return find_position_by_warp(batch, token,
+                               guess_position(batch, guess_request(batch, token, each)));
 }
 
 // Blocks that a token at `pos` may see.
@@ -110,23 +126,29 @@ __device__ __forceinline__ int64_t load_id(const IdsView& ids, int64_t head, int
 
 // An id on its way: nothing waits for it before it is made whole.
 struct LoadingId {
-  int32_t low = -1, high = -1;  // words; of int32 ids the first is the id
+  int32_t low = -1, high = 0;  // words; of int32 ids the first is the id
 };
 
-__device__ __forceinline__ LoadingId start_load_id(const IdsView& ids, int64_t head, int64_t token,
-                                                   int64_t slot) {
+__device__ __forceinline__ const int32_t* words_of_id(const IdsView& ids, int64_t head,
+                                                      int64_t token, int64_t slot) {
   const int64_t offset = head * ids.head_stride + token * ids.token_stride + slot * ids.slot_stride;
+  return static_cast<const int32_t*>(ids.data) + (offset << (ids.dtype == DType::kInt64 ? 1 : 0));
+}
+
+// -1 where the entry is not `there`.
+__device__ __forceinline__ LoadingId start_load_id(const IdsView& ids, int64_t head, int64_t token,
+                                                   int64_t slot, bool there) {
   const bool is_wide = ids.dtype == DType::kInt64;
-  const int32_t* words = static_cast<const int32_t*>(ids.data) + (offset << (is_wide ? 1 : 0));
+  const int32_t* words = words_of_id(ids, head, token, slot);
   LoadingId id;
-  id.low = words[0];
-  if (is_wide) id.high = words[1];
+  load_if(there, words, id.low);
+  load_if(there && is_wide, words + 1, id.high);
   return id;
 }
 
-__device__ __forceinline__ int64_t whole_id(const IdsView& ids, const LoadingId& id) {
-  if (ids.dtype != DType::kInt64) return id.low;
-  return static_cast<int64_t>(id.high) << 32 | static_cast<uint32_t>(id.low);
+// Whether it is one of the first `visible` blocks.
+__device__ __forceinline__ bool is_visible(const LoadingId& id, int32_t visible) {
+  return static_cast<uint32_t>(id.low) < static_cast<uint32_t>(visible) && id.high == 0;
 }
 
 __device__ __forceinline__ int32_t page_of(const BatchView& batch, int64_t request, int64_t block) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "device/division.h"
 #include "step3_remap/prefill_plan.h"
 #include "step4_attend/attend_params.h"
 
@@ -16,14 +17,14 @@ constexpr int kGroupEntries = 128;         // (token, k) of such a group
 
 // What the kernels of sparse_decode and paged_decode take.
 struct DecodeParams {
-  AttendParams attend;  // workspace: partial results [units][splits][G] where no cluster merges
-  IdsView ids;          // sparse_decode only
-  int64_t num_units;    // T * Hkv; unit h * T + t
-  int32_t splits;       // CTAs of a unit
-  int32_t tokens_each;  // T / B: where a token's request is looked for first
-  int32_t tile_groups;  // tiles of draft tokens only: groups that one has,
-  int32_t tile_tokens;  // and the most tokens
-  bool two_an_sm;       // clusters only: two CTAs an SM
+  AttendParams attend;   // workspace: partial results [units][splits][G] where no cluster merges
+  IdsView ids;           // sparse_decode only
+  int64_t num_units;     // T * Hkv; unit h * T + t
+  int32_t splits;        // CTAs of a unit
+  Division tokens_each;  // by T / B: where a token's request is looked for first
+  int32_t tile_groups;   // tiles of draft tokens only: groups that one has,
+  int32_t tile_tokens;   // and the most tokens
+  bool two_an_sm;        // clusters only: two CTAs an SM
 };
 
 // Parts that each (token, KV head) is cut in, a power of two. `blocks`: the most that a row may
@@ -48,7 +49,7 @@ inline DecodeParams plan_decode(const AttendParams& attend, const IdsView& ids, 
           ids,
           units,
           static_cast<int32_t>(decode_splits(units, blocks)),
-          static_cast<int32_t>(std::max<int64_t>(1, each)),
+          division_by(static_cast<uint32_t>(std::max<int64_t>(1, each))),
           0,
           0,
           false};
@@ -60,7 +61,7 @@ inline DecodeParams plan_decode(const AttendParams& attend, const IdsView& ids, 
 // them too. Requests of more tokens than a tile holds are cut evenly. docs/kernels/sparse_decode.md
 inline int32_t draft_tile_tokens(const DecodeParams& params, int groups) {
   constexpr int64_t kFewTokens = 3, kSms = 132;
-  const int64_t each = params.tokens_each, group_size = params.attend.group_size;
+  const int64_t each = params.tokens_each.divisor, group_size = params.attend.group_size;
   if (group_size < 8 || each < kFewTokens) return 0;
   const int64_t most =
       std::min<int64_t>(groups * kGroupRows / group_size, groups * kGroupEntries / params.ids.topk);

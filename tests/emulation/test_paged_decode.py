@@ -70,6 +70,20 @@ def test_rows(library, cache, way):
     check(library, case, way, seed=3, by_request=False)
 
 
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("way", ["clusters", "one_split", "walk"])
+@pytest.mark.parametrize("cache", CACHES, ids=dtype_name)
+def test_guessed_requests(library, cache, way, strided):
+    """As many tokens of one as of another, longer and shorter than the table; none at all."""
+    for lengths, padding in (([(3, 7 * BLOCK + 70), (3, 300), (3, 11 * BLOCK)], 0), ([], 9)):
+        max_pages, hkv = WAYS[way][:2]
+        options = {"dtype": torch.bfloat16, "cache_dtype": cache, "max_pages": max_pages}
+        options |= {"padding_rows": padding, "strided": strided}
+        case = make_case(lengths, hq=hkv * 4, hkv=hkv, **options)
+        out, _ = check(library, case, way, seed=5)
+        assert bool(out.any()) == (padding == 0)
+
+
 @pytest.mark.parametrize(
     "cache,way",
     [(torch.bfloat16, "clusters"), (FP8, "one_split"), (torch.bfloat16, "walk")],

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from msa_kernels import reference
 from tests.emulation.emulator import Emulator
 from tests.inputs import (
     BLOCK,
@@ -200,6 +201,71 @@ def test_long_rows(library, cache, topk, hkv, sms, launched):
     out, lse = emulator.sparse_decode(*case.attend_args, **case.scales)
     assert emulator.launched == [launched]
     assert_attention(case, out, lse)
+
+
+EVEN = [(2, 9 * BLOCK + 70), (2, 300), (2, 40), (2, 1), (2, 8 * BLOCK)]
+"""with padding 11, two a request: each is the one that is guessed"""
+
+
+def spread_out(case, columns: slice, seed=0):
+    """The same keys as blocks that stand anywhere in tables of 1,040 pages, cut to some columns."""
+    rng = torch.Generator().manual_seed(seed)
+    where = reference.token_positions(
+        case.cu_seqlens_q, case.seq_lens, case.num_tokens, case.block_table.size(1)
+    )
+    requests = len(case.lengths)
+    table = torch.full((requests, 1040), 2**31 - 1, dtype=torch.int32)[:, columns]
+    seq_lens, ids = case.seq_lens.clone(), torch.full_like(case.ids, -1)
+    for request, (_, length) in enumerate(case.lengths):
+        blocks = -(-length // BLOCK)
+        if blocks == 0:
+            continue
+        places = torch.randperm(table.size(1), generator=rng)[:blocks].sort().values
+        # The tokens of a request may end in the block before its last.
+        places[-2:] = table.size(1) - 1 - torch.arange(len(places[-2:])).flip(0)
+        table[request, places] = case.block_table[request, :blocks]
+        seq_lens[request] += (places[-1] + 1 - blocks) * BLOCK
+        for token in (where.request == request).nonzero()[:, 0].tolist():
+            count = min(case.topk, int(where.visible[token]))
+            chosen = case.ids[:, token, :count].long()
+            real = (chosen >= 0) & (chosen < where.visible[token])
+            ids[:, token, :count] = places[chosen.where(real, 0)].to(ids.dtype).where(real, -1)
+    return case.with_(block_table=table, seq_lens=seq_lens, ids=ids)
+
+
+@pytest.mark.parametrize(
+    "columns", [slice(0, 1040), slice(0, 1037), slice(1, 1040), slice(0, 1040, 2)], ids=str
+)
+@pytest.mark.parametrize("lengths", [EVEN, FEW], ids=["guessed", "ragged"])
+@each_way("pairs", *LONG)
+def test_tables(library, cache, way, lengths, columns):
+    """More pages than a CTA copies, rows that are no vectors of 16 bytes or not contiguous: the
+    bits are those of the short table."""
+    _, topk, hkv = WAYS[way][:3]
+    options = {"dtype": torch.bfloat16, "cache_dtype": cache, "topk": topk}
+    padding = 1 if lengths is EVEN else 3
+    case = make_case(lengths, hq=8 * hkv, hkv=hkv, padding_rows=padding, **options)
+    case = case.with_(ids=shared_selection(case, 0.7))
+    want = check(library, case, way, seed=0)
+    for seed, dtype in ((1, torch.int32), (2, torch.int64)):
+        spread = spread_out(case, columns, seed)
+        ids = spread.ids.to(dtype)
+        if dtype == torch.int64:
+            ids[ids < 0] = 2**32 + spread.block_table.size(1) - 1  # a block by its low word alone
+        got = run(library, spread.with_(ids=ids), way, seed)
+        assert all(same_bits(*results) for results in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("pages", [1, 3])
+@pytest.mark.parametrize("cache", CACHES, ids=dtype_name)
+def test_short_tables(library, cache, pages):
+    """Fewer pages than a vector of them, and no requests at all."""
+    lengths = [(1, pages * BLOCK), (1, 5), (3, pages * BLOCK - 1)]
+    for requests in (lengths, []):
+        options = {"dtype": torch.bfloat16, "cache_dtype": cache, "topk": 6, "max_pages": pages}
+        case = make_case(requests, hq=16, hkv=2, padding_rows=2, **options)
+        out, lse = check(library, case, "clusters", seed=1)
+        assert not bool(out[-2:].any()) and bool((lse[-2:] == float("-inf")).all())
 
 
 def test_walk_alone(library):

@@ -1,6 +1,7 @@
 // The top-k launch that topk_blocks and select_blocks share.
 #pragma once
 
+#include "device/division.h"
 #include "host/exec_context.h"
 #include "step2_select/topk_blocks_params.h"
 
@@ -11,8 +12,8 @@ struct TopkKernelParams {
   const int32_t* visible_blocks;  // [T], or null: they follow from `batch`
   int64_t visible_stride;
   BatchView batch;
-  int32_t tokens_each;  // tokens_of_each(batch)
-  int64_t first_token;  // tokens [first_token, first_token + num_tokens) of ids are written
+  Division tokens_each;  // tokens_of_each(batch)
+  int64_t first_token;   // tokens [first_token, first_token + num_tokens) of ids are written
   int64_t num_tokens;
   // The kernel before this one has waited for all that came earlier, and writes nothing but scores:
   // the rest may be read while it still runs.

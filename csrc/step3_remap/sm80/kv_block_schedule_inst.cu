@@ -51,9 +51,9 @@ Scratch cut_scratch(const KVBlockScheduleParams& params) {
                        params.ids.head_stride % vector_ids == 0 &&
                        reinterpret_cast<uintptr_t>(params.ids.data) % 16 == 0;
   ranks.copied_ids = static_cast<int32_t>(vectors ? vector_ids : 1);
-  ranks.by_topk = sm80::division_by(static_cast<uint32_t>(topk));
-  ranks.by_chunks = sm80::division_by(static_cast<uint32_t>(chunks));
-  ranks.by_limit = sm80::division_by(static_cast<uint32_t>(params.max_queries_per_item));
+  ranks.by_topk = division_by(static_cast<uint32_t>(topk));
+  ranks.by_chunks = division_by(static_cast<uint32_t>(chunks));
+  ranks.by_limit = division_by(static_cast<uint32_t>(params.max_queries_per_item));
   scratch.chunks = std::max(int64_t{1}, heads * chunks);
   scratch.scatter_ctas = scratch.chunks;
   ranks.cta_rows = 0;

@@ -32,6 +32,7 @@
 
 #include "device/common.cuh"
 #include "device/dependent_launch.cuh"
+#include "device/division.h"
 #include "device/positions.cuh"
 #include "device/shared_memory.cuh"
 #include "device/sm80_async_copy.cuh"
@@ -61,22 +62,6 @@ static_assert(kSummedRows <= kHistogramRows, "a chunk of fewer rows counts all i
 static_assert(kThreads == kScanThreads, "scan_threads() serves both");
 static_assert(kChunkTokens <= kThreads, "a thread a token");
 static_assert(kHistogramRows < 1 << 16 && kChunkEntries < 1 << 16, "both in one word, none kNone");
-
-// Divisions that the host has prepared: 32-bit ones cost some 20 instructions each.
-struct Division {
-  uint32_t divisor, factor, shift;
-
-  __host__ __device__ uint32_t operator()(uint32_t number) const {  // below 2^31
-    return static_cast<uint32_t>(static_cast<uint64_t>(number) * factor >> shift);
-  }
-};
-
-// factor = 2^shift / divisor rounded up, and less than divisor <= 2^(shift - 31) too large in all.
-inline Division division_by(uint32_t divisor) {
-  uint32_t shift = 31;
-  while (uint64_t{1} << (shift - 31) < divisor) ++shift;
-  return {divisor, static_cast<uint32_t>(((uint64_t{1} << shift) - 1) / divisor + 1), shift};
-}
 
 // Between count and scatter.
 struct Ranks {

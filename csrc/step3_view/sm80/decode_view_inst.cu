@@ -13,7 +13,7 @@ void run_decode_view(const DecodeViewParams& params, const ExecContext& context)
                   static_cast<unsigned>((heads + warps - 1) / warps));
   launch_portable<sm80::msa_decode_view_sm80_kernel>(
       context, "launching msa_decode_view_sm80_kernel", grid, static_cast<int>(warps * 32),
-      sm80::kSharedBytes, params, sm80::inverse_of(tokens_of_each(params.batch)));
+      sm80::kSharedBytes, params, tokens_of_each(params.batch));
 }
 
 }  // namespace msa

@@ -22,8 +22,8 @@
 #include "device/dependent_launch.cuh"
 #include "device/instructions.cuh"
 #include "device/positions.cuh"
-#include "device/shared_memory.cuh"
 #include "device/sm80_async_copy.cuh"
+#include "device/table_row.cuh"
 #include "step3_view/decode_view_params.h"
 
 namespace msa::decode_view::sm80 {
@@ -31,17 +31,11 @@ namespace msa::decode_view::sm80 {
 constexpr int kWarps = 4;
 constexpr uint32_t kTablePages = 1024;  // of 131,072 tokens
 constexpr int kSharedBytes = kTablePages * sizeof(int32_t);
-constexpr int kInverseShift = 31;
-
-// Of `each` tokens a request, token t is probably of request t * inverse >> kInverseShift.
-inline uint32_t inverse_of(int32_t each) {
-  return static_cast<uint32_t>(((int64_t{1} << kInverseShift) + each - 1) / each);
-}
 
 __global__ void __launch_bounds__(kWarps * 32)
     msa_decode_view_sm80_kernel(const __grid_constant__ DecodeViewParams params,
-                                uint32_t inverse_each) {
-  constexpr uint32_t kNone = 0x7fffffff, kVector = 4;
+                                const Division each) {
+  constexpr uint32_t kNone = 0x7fffffff;
   extern __shared__ __align__(16) uint8_t shared_memory[];
   auto* const table = reinterpret_cast<int32_t*>(shared_memory);
   const BatchView& batch = params.batch;
@@ -51,40 +45,18 @@ __global__ void __launch_bounds__(kWarps * 32)
   const auto head = static_cast<int32_t>(blockIdx.y * kWarps + threadIdx.x / 32);
   const bool has_entry =
       head < static_cast<int32_t>(ids.num_heads) && lane < static_cast<int32_t>(ids.topk);
-  const auto num_requests = static_cast<int32_t>(batch.num_requests);
-  const auto max_pages = static_cast<uint32_t>(batch.max_pages);
-  const bool is_wide = ids.dtype == DType::kInt64, guesses = num_requests > 0;
+  const bool guesses = batch.num_requests > 0;
   wait_for_previous_kernel();
   start_next_kernel();
 
   // The first __syncwarp() keeps the compiler from looking at the id before the loads above it are
   // under way, the second from waiting for the copies there.
-  PositionGuess guess;
-  guess.request =
-      min(static_cast<int32_t>(static_cast<uint64_t>(blockIdx.x) * inverse_each >> kInverseShift),
-          num_requests - 1);
-  const int32_t* const pages = batch.block_table + guess.request * batch.table_row_stride;
-  uint32_t copied = 0;
-  if (guesses && batch.table_col_stride == 1 && reinterpret_cast<uintptr_t>(pages) % 16 == 0) {
-    copied = min(max_pages, kTablePages) / kVector * kVector;
-  }
-  for (uint32_t i = threadIdx.x * kVector; i < copied; i += blockDim.x * kVector) {
-    copy_async_16(shared_address(table + i), pages + i);
-  }
-  commit_async_copies();
-  const int32_t* const first = batch.cu_seqlens_q + guess.request * batch.cu_seqlens_stride;
-  load_if(guesses, batch.seq_lens + guess.request * batch.seq_lens_stride, guess.length);
-  load_if(guesses, first, guess.begin);
-  load_if(guesses, first + batch.cu_seqlens_stride, guess.end);
-  load_if(guesses, batch.cu_seqlens_q + num_requests * batch.cu_seqlens_stride, guess.total);
+  const int32_t request = guess_request(batch, token, each);
+  const TableRow first_pages =
+      copy_table_row<kTablePages>(batch, request, guesses, table, blockDim.x);
+  const PositionGuess guess = guess_position(batch, request);
   __syncwarp();
-  LoadingId id;
-  const int32_t* const words =
-      static_cast<const int32_t*>(ids.data) +
-      ((head * ids.head_stride + token * ids.token_stride + lane * ids.slot_stride)
-       << (is_wide ? 1 : 0));
-  load_if(has_entry && is_wide, words + 1, id.high);
-  load_if(has_entry, words, id.low);
+  const LoadingId id = start_load_id(ids, head, token, lane, has_entry);
   const int64_t row = token * ids.num_heads + head;
   int32_t* entry =
       params.page_table + row * params.table_row_stride + lane * params.table_entry_stride;
@@ -95,21 +67,17 @@ __global__ void __launch_bounds__(kWarps * 32)
   // The page by the guess, of an id that may be none.
   const auto block = static_cast<uint32_t>(id.low);
   int32_t page = -1;
-  load_if(guesses && block >= copied && block < max_pages, pages + block * batch.table_col_stride,
-          page);
+  first_pages.load_others(batch, guesses, block, page);
   __syncwarp();
   wait_async_copies<0>();
   __syncthreads();
-  if (block < copied) page = table[block];
+  if (block < first_pages.copied) page = table[block];
 
-  guess.length = max(guess.length, 0);
-  TokenPosition position{guess.request, guess.length - (guess.end - token)};
+  TokenPosition position{request, max(guess.length, 0) - (guess.end - token)};
   const bool is_right = guess.begin <= token && token < guess.end;
   if (!is_right) position = find_position_by_warp(batch, token, guess);
-  const uint32_t visible =
-      position.pos < 0 ? 0 : min(static_cast<uint32_t>(position.pos) / kBlock + 1, max_pages);
-  const bool counts =
-      lane < static_cast<int32_t>(visible) && block < visible && (!is_wide || id.high == 0);
+  const int32_t visible = visible_blocks(batch, position.pos);
+  const bool counts = lane < visible && is_visible(id, visible);
   if (!is_right) page = counts ? page_of(batch, position.request, block) : -1;
   const bool listed = counts && page >= 0 && page < params.num_pages;
 

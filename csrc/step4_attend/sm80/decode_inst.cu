@@ -27,7 +27,7 @@ bool takes_pairs(const DecodeParams& params) {
   const auto rounds = [](int64_t ctas) { return (ctas + kResident - 1) / kResident; };
   const AttendParams& attend = params.attend;
   const int64_t pairs = (attend.batch.num_tokens + 1) / 2 * attend.num_kv_heads;
-  if (params.tokens_each < kManyTokens || pairs < kEnough) return false;
+  if (params.tokens_each.divisor < kManyTokens || pairs < kEnough) return false;
   return pairs <= kResident / 2 || 7 * rounds(pairs) < 4 * rounds(params.num_units);
 }
 

@@ -25,6 +25,8 @@
 #include "common/views.h"
 #include "device/common.cuh"
 #include "device/fp8.cuh"
+#include "device/shared_memory.cuh"
+#include "device/sm80_async_copy.cuh"
 #include "device/sm80_mma.cuh"
 
 namespace msa::decode::sm80 {
@@ -32,6 +34,7 @@ namespace msa::decode::sm80 {
 constexpr int kStages = 3;
 constexpr int kRows = 16;               // of a product: G query heads, the last one repeated
 constexpr int kPartBytes = 4096;        // K or V of a slice
+constexpr int kQueryVectors = 16;       // of a row of q, 16 bytes each
 constexpr int kOStride = kHeadDim + 8;  // floats between rows of o in shared memory
 constexpr float kLog2E = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f;
 
@@ -91,6 +94,36 @@ struct Query {
         const int offset = S::kFp8 ? vector / 2 * 128 + lane % 4 * 32 + vector % 2 * 16
                                    : vector * 64 + lane % 4 * 16;
         words[r][vector] = *reinterpret_cast<const uint4*>(row + offset);
+      }
+    }
+  }
+
+  // Begins to bring the rows to shared memory, 4096 bytes, as a group of copies; by all threads of
+  // the CTA. 16-byte vector c of row r goes to c ^ 4 (r % 2), as in a slice of K.
+  template <int kThreads>
+  static __device__ __forceinline__ void fetch(uint4* rows, const RowsView& view, int64_t token,
+                                               int64_t first_head, int32_t group) {
+    const char* const heads = static_cast<const char*>(view.data) +
+                              2 * (token * view.token_stride + first_head * view.head_stride);
+#pragma unroll
+    for (int first = 0; first < kRows * kQueryVectors; first += kThreads) {
+      const int row = (first + threadIdx.x) / kQueryVectors, vector = threadIdx.x % kQueryVectors;
+      copy_async_16(shared_address(rows + row * kQueryVectors + (vector ^ row % 2 * 4)),
+                    heads + 2 * min(row, group - 1) * view.head_stride + vector * 16);
+    }
+    commit_async_copies();
+  }
+
+  // load() of what fetch() brought. Plain loads: behind those of shared_memory.cuh, which it must
+  // not move, the compiler computes addresses anew in the loop, 80 instructions a round.
+  __device__ __forceinline__ void load_fetched(const uint4* rows) {
+    const int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int vector = S::kFp8 ? i / 2 * 8 + quad * 2 + i % 2 : i * 4 + quad;
+        words[r][i] = rows[(row + 8 * r) * kQueryVectors + (vector ^ row % 2 * 4)];
       }
     }
   }

@@ -10,8 +10,8 @@
 //           slices: 16 tokens of a block (32 of an FP8 cache), K and V.
 // Roles     all W warps alike (4), each its own producer: no barrier but the one before the merge.
 //           Hopper's cluster kernel (sm90/decode_cluster_kernel.cuh) has a walk of its own.
-// Registers q as 16 rows (G heads, the last one repeated); o of 16 x 128; what to fetch of the
-//           warp's next 32 slices, one a lane.
+// Registers q as 16 rows (G heads, the last one repeated); o of 16 x 128; page, first token and
+//           number of tokens of the warp's next 32 slices, one a lane.
 // Shared    ring    W warps x 3 stages x (K 4096, V 4096)   98,304 at W 4; layout: decode_slice.cuh
 //           o       W warps x 16 rows x 136 floats, over each warp's own part of the ring
 //           state   W warps x 16 rows (m, l)
@@ -58,13 +58,20 @@ static_assert(kRows * kOStride * 4 <= kStages * 2 * kPartBytes, "o lies in the r
 struct KeyRow {
   int32_t request;
   int32_t pos;
-  int32_t blocks;  // entries of ids, or pages of the table, that may count
+  int32_t visible;  // blocks
+  int32_t blocks;   // entries of ids, or pages of the table, that may count
 };
 
 template <bool kSparse>
 __device__ __forceinline__ PositionGuess guess_row(const DecodeParams& params, int32_t token) {
-  if (!kSparse && params.attend.batch.cu_seqlens_q == nullptr) return {};
-  return guess_position(params.attend.batch, token, params.tokens_each);
+  const BatchView& batch = params.attend.batch;
+  if (kSparse || batch.cu_seqlens_q != nullptr) {
+    return guess_position(batch, guess_request(batch, token, params.tokens_each));
+  }
+  PositionGuess guess;  // a row is a request
+  guess.request = token;
+  load_if(true, batch.seq_lens + token * batch.seq_lens_stride, guess.length);
+  return guess;
 }
 
 template <bool kSparse>
@@ -75,16 +82,17 @@ __device__ __forceinline__ KeyRow find_row(const DecodeParams& params, int32_t t
   if (kSparse || batch.cu_seqlens_q != nullptr) {
     where = find_position_by_warp(batch, token, guess);
   } else {
-    where = {token, seq_len_of(batch, token) - 1};
+    where = {token, max(guess.length, 0) - 1};
   }
-  if (where.request < 0) return {0, -1, 0};
+  if (where.request < 0) return {0, -1, 0, 0};
   if (!kSparse) {  // a row longer than its table ends where the table ends
-    const int32_t length = seq_len_of(batch, where.request);
+    const int32_t length =
+        where.request == guess.request ? max(guess.length, 0) : seq_len_of(batch, where.request);
     const int64_t table_end = batch.max_pages * kBlock;
     if (length > table_end) where.pos -= length - static_cast<int32_t>(table_end);
   }
   const int32_t visible = visible_blocks(batch, where.pos);
-  return {where.request, where.pos,
+  return {where.request, where.pos, visible,
           kSparse ? min(visible, static_cast<int32_t>(params.ids.topk)) : visible};
 }
 
@@ -93,77 +101,88 @@ __device__ __forceinline__ KeyRow find_row(const DecodeParams& params, int32_t t
   return find_row<kSparse>(params, token, guess_row<kSparse>(params, token));
 }
 
-// Of one slice: the block that it is part of, and the page of that; -1: it counts nothing.
-struct SliceSource {
-  int32_t block;
-  int32_t page;
-};
-
-template <bool kSparse>
-__device__ __forceinline__ SliceSource find_slice(const DecodeParams& params, const KeyRow& row,
-                                                  int32_t slot, int64_t id) {
-  if (slot >= row.blocks) return {0, -1};
-  if (kSparse && (id < 0 || id >= visible_blocks(params.attend.batch, row.pos))) return {0, -1};
-  const auto block = static_cast<int32_t>(kSparse ? id : slot);
-  return {block, page_of(params.attend.batch, row.request, block)};
-}
-
 // What to copy of a slice: its first `valid` tokens, the first of them token `first` of the page.
 struct SliceTokens {
-  int32_t page = 0, first = 0;
-  int32_t valid = 0;  // 0: nothing of the slice counts
+  int32_t page, first;
+  int32_t valid;  // 0: nothing of the slice counts
 };
 
-// The slices of a warp: every `turn`-th of its unit's. Looked up 32 at a time, one a lane.
-template <typename Element, bool kSparse>
+// The slices of a warp: every `turn`-th of its unit's. Looked up 32 at a time, one a lane; kFew:
+// there are no more.
+template <typename Element, bool kSparse, bool kFew = false>
 struct WarpSlices {
   using S = Slice<Element>;
   const DecodeParams& params;
   int64_t head;
   int32_t token, first_slice, turn;
   KeyRow row;
-  int32_t count;             // of the unit
-  SliceSource ahead, after;  // the lane's of the 32 at hand, and of the next 32
+  int32_t count;  // of the unit
+  // Of a lane's slice; `tokens`: SliceTokens' first and valid in one word.
+  struct Source {
+    int32_t page, tokens;
+  };
+  static constexpr int kValidBits = 8;
+  static constexpr int32_t kValidMask = (1 << kValidBits) - 1;
+  Source ahead, after;  // of the 32 at hand, and of the next 32
 
+  __device__ __forceinline__ uint32_t slice_of(int32_t index) const {
+    return static_cast<uint32_t>(first_slice + index * turn);
+  }
   __device__ __forceinline__ int32_t slot_of(int32_t index) const {
-    return (first_slice + index * turn) / S::kPerBlock;
+    return static_cast<int32_t>(slice_of(index) / S::kPerBlock);
   }
   __device__ __forceinline__ bool has(int32_t index) const {
     return first_slice + index * turn < count;
   }
   __device__ __forceinline__ LoadingId id_of(int32_t slot) const {
-    if (!kSparse || slot >= params.ids.topk) return {};
-    return start_load_id(params.ids, head, token, slot);
+    if (!kSparse) return {};
+    const auto topk = static_cast<int32_t>(params.ids.topk);
+    return start_load_id(params.ids, head, token, slot, slot < topk);
   }
-  __device__ __forceinline__ SliceSource source_of(int32_t slot, const LoadingId& id) const {
-    return find_slice<kSparse>(params, row, slot, kSparse ? whole_id(params.ids, id) : -1);
+  __device__ __forceinline__ int32_t block_of(int32_t index, const LoadingId& id) const {
+    return kSparse ? id.low : slot_of(index);
   }
 
-  // lane_id: id_of(slot_of(lane)), which needs no position and may have been fetched beside it.
-  __device__ __forceinline__ void look_up(const LoadingId& lane_id, const PositionGuess& guess) {
+  // Where the row is; id_of() needs no position and may have been asked for beside it.
+  __device__ __forceinline__ void find(const PositionGuess& guess) {
     row = find_row<kSparse>(params, token, guess);
     count = row.blocks * S::kPerBlock;
-    ahead = source_of(slot_of(threadIdx.x % 32), lane_id);
-    after = {0, -1};
+    after = {};
+  }
+  // Source::tokens of a slice whose block is on a page of the cache.
+  __device__ __forceinline__ int32_t tokens_of(int32_t index, const LoadingId& id) const {
+    const auto first = static_cast<int32_t>(slice_of(index) % S::kPerBlock) * S::kTokens;
+    const bool counts = slot_of(index) < row.blocks && (!kSparse || is_visible(id, row.visible));
+    const int32_t valid = min(S::kTokens, row.pos + 1 - block_of(index, id) * kBlock - first);
+    return first << kValidBits | (counts ? max(valid, 0) : 0);
+  }
+  __device__ __forceinline__ int32_t page_of_counting(int32_t tokens, int32_t block) const {
+    return (tokens & kValidMask) == 0 ? -1 : page_of(params.attend.batch, row.request, block);
+  }
+  __device__ __forceinline__ Source source_of(int32_t tokens, int32_t page) const {
+    if (int64_t{static_cast<uint32_t>(page)} >= params.attend.k_cache.num_pages) return {};
+    return {page, tokens};
+  }
+  __device__ __forceinline__ Source look_up(int32_t index, const LoadingId& id) const {
+    const int32_t tokens = tokens_of(index, id);
+    return source_of(tokens, page_of_counting(tokens, block_of(index, id)));
+  }
+  // The first 32; lane_id: id_of(slot_of(lane)).
+  __device__ __forceinline__ void look_up(const LoadingId& lane_id, const PositionGuess& guess) {
+    find(guess);
+    ahead = look_up(threadIdx.x % 32, lane_id);
   }
 
   // Slice `index` of the warp; asked for one after the other.
   __device__ __forceinline__ SliceTokens get(int32_t index) {
-    if (index % 32 == 0) {
+    if (!kFew && index % 32 == 0) {
       if (index != 0) ahead = after;
-      const int32_t slot = slot_of(index + 32 + threadIdx.x % 32);
-      after = source_of(slot, id_of(slot));
+      const int32_t next = index + 32 + threadIdx.x % 32;
+      after = look_up(next, id_of(slot_of(next)));
     }
-    SliceTokens tokens;
-    tokens.page = __shfl_sync(kAllLanes, ahead.page, index % 32);
-    const int32_t block = __shfl_sync(kAllLanes, ahead.block, index % 32);
-    const int32_t slice = first_slice + index * turn;
-    tokens.first = slice % S::kPerBlock * S::kTokens;
-    tokens.valid = min(S::kTokens, row.pos + 1 - block * kBlock - tokens.first);
-    if (tokens.page < 0 || tokens.page >= params.attend.k_cache.num_pages || slice >= count) {
-      tokens.page = tokens.valid = 0;
-    }
-    return tokens;
+    const int32_t page = __shfl_sync(kAllLanes, ahead.page, index % 32);
+    const int32_t tokens = __shfl_sync(kAllLanes, ahead.tokens, index % 32);
+    return {page, tokens >> kValidBits, tokens & kValidMask};
   }
 };
 
@@ -173,59 +192,50 @@ template <typename Element, bool kVForAll = false>
 struct LaneCopy {
   using S = Slice<Element>;
   static constexpr int kStepRows = 32 / S::kVectors;
-  const char* k;  // of the KV head, at the lane's vector of its first row
-  const char* v;
-  int64_t k_page, v_page, k_token, v_token;  // strides in bytes
+  const AttendParams& params;
+  const Element* k;  // of the KV head, at the lane's vector of its first row
+  const Element* v;
   int row;
   uint32_t k_place, v_place;  // in a part
 
-  __device__ __forceinline__ LaneCopy(const AttendParams& params, int64_t head) {
+  __device__ __forceinline__ LaneCopy(const AttendParams& params, int64_t head) : params(params) {
     const int lane = threadIdx.x % 32, vector = lane % S::kVectors;
     row = lane / S::kVectors;
-    const auto bytes = [](int64_t stride) { return stride * int64_t{sizeof(Element)}; };
-    k_page = bytes(params.k_cache.page_stride);
-    v_page = bytes(params.v_cache.page_stride);
-    k_token = bytes(params.k_cache.token_stride);
-    v_token = bytes(params.v_cache.token_stride);
-    k = static_cast<const char*>(params.k_cache.data) + bytes(head * params.k_cache.head_stride) +
-        row * k_token + vector * 16;
-    v = static_cast<const char*>(params.v_cache.data) + bytes(head * params.v_cache.head_stride) +
-        row * v_token + vector * 16;
+    const auto first_of = [&](const PagedView& cache) {
+      return static_cast<const Element*>(cache.data) + head * cache.head_stride +
+             row * cache.token_stride + vector * (16 / static_cast<int>(sizeof(Element)));
+    };
+    k = first_of(params.k_cache);
+    v = first_of(params.v_cache);
     k_place = row * S::kRowBytes + (vector ^ row % 2 * 4) * 16;
     v_place = row * S::kRowBytes + (vector ^ (S::kFp8 && !kVForAll ? row / 2 * 2 : row)) * 16;
   }
 
-  static __device__ __forceinline__ void copy_vector(uint32_t place, const char* source, bool whole,
-                                                     bool there) {
-    if (whole) {
-      copy_async_16(place, source);
-    } else {
-      copy_async_16_or_zero(place, source, there);
-    }
-  }
-  __device__ __forceinline__ void copy_k(uint32_t part, int32_t page, int first, int valid) const {
-    if (valid <= 0) return commit_async_copies();  // nobody will look at it
-    const char* source = k + page * k_page + first * k_token;
-    const bool whole = valid == S::kTokens;
+  // place(i): where vector i goes.
+  template <typename Place>
+  __device__ __forceinline__ void copy(const Element* first, const PagedView& cache,
+                                       const SliceTokens& tokens, const Place& place) const {
+    const auto page = static_cast<uint32_t>(tokens.page),
+               row_of_page = static_cast<uint32_t>(tokens.first);
+    const Element* source = first + (page * cache.page_stride + row_of_page * cache.token_stride);
+    const int left = tokens.valid - row;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const uint32_t place = part + k_place + i * 512;
-      copy_vector(place, source, whole, row + i * kStepRows < valid);
-      source += kStepRows * k_token;
+      copy_async_16_or_zero(place(i), source, i * kStepRows < left);
+      source += kStepRows * cache.token_stride;
     }
     commit_async_copies();
   }
-  __device__ __forceinline__ void copy_v(uint32_t part, int32_t page, int first, int valid) const {
-    if (!kVForAll && valid <= 0) return commit_async_copies();  // nobody will look at it
-    const char* source = v + page * v_page + first * v_token;
-    const bool whole = valid == S::kTokens;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
+  __device__ __forceinline__ void copy_k(uint32_t part, const SliceTokens& tokens) const {
+    if (tokens.valid <= 0) return commit_async_copies();  // nobody will look at it
+    copy(k, params.k_cache, tokens, [&](int i) { return part + k_place + i * 512; });
+  }
+  __device__ __forceinline__ void copy_v(uint32_t part, const SliceTokens& tokens) const {
+    if (!kVForAll && tokens.valid <= 0) return commit_async_copies();  // nobody will look at it
+    copy(v, params.v_cache, tokens, [&](int i) {
       const uint32_t turn = S::kFp8 ? i % 2 * 64 : i % 4 * 32;  // the rest of the row's swizzle
-      copy_vector((part + v_place + i * 512) ^ turn, source, whole, row + i * kStepRows < valid);
-      source += kStepRows * v_token;
-    }
-    commit_async_copies();
+      return (part + v_place + i * 512) ^ turn;
+    });
   }
 };
 
@@ -312,8 +322,8 @@ __device__ __forceinline__ void walk_slices(const DecodeParams& params,
     const uint32_t k = ring + stage * 2 * kPartBytes, v = k + kPartBytes;
     next = slices.get(stage);
     if (lane == 0) shared.valid[warp][stage] = next.valid;
-    copy.copy_k(k, next.page, next.first, next.valid);
-    copy.copy_v(v, next.page, next.first, next.valid);
+    copy.copy_k(k, next);
+    copy.copy_v(v, next);
   }
 
   Rows<Element> rows;
@@ -341,8 +351,8 @@ __device__ __forceinline__ void walk_slices(const DecodeParams& params,
     __syncwarp();
     next = slices.get(index + kStages);
     if (lane == 0) shared.valid[warp][stage] = next.valid;
-    copy.copy_k(k, next.page, next.first, next.valid);
-    copy.copy_v(v, next.page, next.first, next.valid);
+    copy.copy_k(k, next);
+    copy.copy_v(v, next);
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
   wait_async_copies<0>();

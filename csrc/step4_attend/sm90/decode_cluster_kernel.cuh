@@ -11,20 +11,29 @@
 // Registers q as 16 rows (G heads, the last one repeated); o of 16 x (128 / W), even and odd slices
 //           in sums of their own; what to fetch of the warp's next 32 slices, one a lane.
 // Shared    of 8 warps, and of 4, two CTAs an SM:
-//           ring     W warps x 3 stages x (K 4096, V 4096)          196,608     98,304
-//           weights  P of a round as operands, 16 bytes a lane        8,192      4,096
+//           ring     W warps x 2 stages x (K 4096, V 4096)          131,072     65,536
+//           table    the first 1,024 pages of the guessed request's row, over the first warp's
+//                    last stage, which round 1 is fetched to
+//           weights  q, then P of a round as operands, 16 bytes a
+//                    lane                                             8,192      4,096
 //           maxima, sums  [row][warp]                                 1,024        512
 //           inbox    [split][row of this CTA][D] floats,
 //                    as the senders have them                        16,384     12,288
 //           inbox_state  [split][row of this CTA] (m, l). CTA r merges the R rows from r * R on,
 //                    R = ceil(G / splits).
-// Timeline  position, ids, scales and q | pages | K and V of 2 rounds, then for each round:
-//           wait K | S = Q K^T | row maxima | __syncthreads | fetch K and V of round + 2 | P |
-//           wait V | __syncthreads | O += P V. Two cp.async groups a round: K, then V.
-//           Then o goes to the CTAs that own its rows; they merge the parts and store. One launch,
-//           no workspace.
-// Barriers  __syncthreads, 1st of a round: the maxima are there, V of the round before has been
-//           read; 2nd: P and V are there, the maxima have been read.
+// Timeline  ids, position, copies of table and q, scales: none waits for another | pages, from the
+//           table | fetch K of round 0 | q | fetch V, then each round:
+//           wait K | S = Q K^T | fetch K of round + 1 | row maxima | __syncthreads | P | fetch V of
+//           round + 1 | wait V | __syncthreads | O += P V. A cp.async group each. Reads of shared
+//           memory wait in line behind copies that were asked for before them, which come as fast
+//           as L2 answers: so no more is asked for than keeps L2 busy, and behind what is read
+//           next. Pages that are not in the table are loaded behind the ids; all of them again
+//           where the guess was wrong. paged_decode needs no ids: it loads pages beside the
+//           position. Then o goes to the CTAs that own its rows; they merge the parts and store.
+//           One launch, no workspace.
+// Barriers  __syncthreads before the rounds: the table is there; q is there. 1st of a round: the
+//           maxima are there, V of the round before, q and the table have been read; 2nd: P and V
+//           are there, the maxima have been read.
 //           cluster  arrive at the start, wait before the first send: every CTA has started.
 //           arrived  1 arrival, and the bytes of all parts of this CTA's rows. Nobody touches the
 //                    memory of a CTA after that, so CTAs end when they like. Not of a CTA alone:
@@ -36,6 +45,7 @@
 
 #include "device/sm90/cluster.cuh"
 #include "device/sm90/mbarrier.cuh"
+#include "device/table_row.cuh"
 #include "step4_attend/sm80/decode_walk.cuh"
 
 namespace msa::decode::sm90 {
@@ -43,7 +53,10 @@ namespace msa::decode::sm90 {
 using namespace msa::decode::sm80;
 namespace hopper = msa::sm90;
 
-constexpr int kVectorColumns = 16;  // of o, what a warp owns one or two of
+constexpr int kVectorColumns = 16;      // of o, what a warp owns one or two of
+constexpr uint32_t kTablePages = 1024;  // of 131,072 tokens
+constexpr int kRounds = 2;              // stages of a warp's ring
+static_assert(kTablePages * sizeof(int32_t) <= 2 * kPartBytes, "a stage of a warp");
 
 struct ClusterParams {
   DecodeParams decode;
@@ -57,7 +70,7 @@ struct ClusterStorage {
   static constexpr int kWarps = kWarpCount;
   static constexpr int kMaxSplits = kWarps == 8 ? kMaxClusterSplits : 8;
   static constexpr int kInboxRows = kRows + kMaxSplits;  // splits * ceil(G / splits) is less
-  alignas(1024) uint8_t ring[kWarps][kStages][2][kPartBytes];
+  alignas(1024) uint8_t ring[kWarps][kRounds][2][kPartBytes];
   uint4 weights[kWarps * 2 * 32];
   alignas(16) float maxima[kRows][kWarps];
   alignas(16) float sums[kRows][kWarps];
@@ -68,19 +81,18 @@ struct ClusterStorage {
 static_assert(sizeof(ClusterStorage<8>) <= 227 * 1024, "shared memory of one CTA");
 static_assert(2 * (sizeof(ClusterStorage<4>) + 1024) <= 228 * 1024, "two CTAs an SM");
 
-// Has the table row of the request that the token is probably of come to L2, a part by each CTA of
-// it, while position and ids are on their way.
-__device__ __forceinline__ void prefetch_table(const DecodeParams& params,
-                                               const PositionGuess& guess, int64_t head,
-                                               int32_t split) {
+// Has what is not copied of the table row of the request that the token is probably of come to L2,
+// a part by each CTA of it, while position and ids are on their way.
+__device__ __forceinline__ void prefetch_table(const DecodeParams& params, const TableRow& row,
+                                               bool there, int64_t head, int32_t split) {
   constexpr int32_t kEntries = 128 / sizeof(int32_t);  // of a line
   const BatchView& batch = params.attend.batch;
-  if (batch.table_col_stride != 1 || guess.request < 0) return;
+  if (batch.table_col_stride != 1 || !there || row.copied >= batch.max_pages) return;
   const auto ctas = static_cast<int32_t>(params.attend.num_kv_heads) * params.splits;
   const auto cta = static_cast<int32_t>(head) * params.splits + split;
-  const int32_t entry = (static_cast<int32_t>(threadIdx.x) * ctas + cta) * kEntries;
-  if (entry >= batch.max_pages) return;
-  prefetch_to_l2(batch.block_table + guess.request * batch.table_row_stride + entry);
+  const int32_t entry = static_cast<int32_t>(row.copied) +
+                        (static_cast<int32_t>(threadIdx.x) * ctas + cta) * kEntries;
+  if (entry < batch.max_pages) prefetch_to_l2(row.pages + entry);
 }
 
 // The largest, or the sum, of a row's values, one a warp.
@@ -254,6 +266,36 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
   const int own_rows = min(params.rows, max(0, group - split * params.rows));
   // A cluster of one CTA has nobody to send to. Four warps are never alone: their cut has parts.
   const bool alone = kWarps == 8 && splits == 1;
+  wait_for_previous_kernel();
+
+  // Ids, table, position and q do not wait for each other, and nothing else is done before they are
+  // asked for. The table comes to where round 1 will lie, which is fetched behind the
+  // __syncthreads() that q is waited for in; q to where the weights of round 0 will lie: asked for
+  // in registers, it would be waited for before pages are looked up. The row of a paged_decode
+  // token needs no id: its pages are asked for at once.
+  const BatchView& batch = attend.batch;
+  const auto lane_warp = static_cast<int32_t>(threadIdx.x / 32);  // without waiting for the shuffle
+  WarpSlices<Element, kSparse, kSparse> slices{params.decode, head, token,
+                                               lane_warp * splits + split, splits * kWarps};
+  const int32_t lane_slot = slices.slot_of(lane);
+  const LoadingId lane_id = slices.id_of(lane_slot);
+  __syncwarp();  // the compiler would put them behind what follows
+  const PositionGuess guess = guess_row<kSparse>(params.decode, token);
+  __syncwarp();
+  const bool guesses = guess.request >= 0;
+  auto* const table = reinterpret_cast<int32_t*>(shared.ring[0][kRounds - 1]);
+  const TableRow first_pages =
+      copy_table_row<kSparse ? kTablePages : 0>(batch, guess.request, guesses, table, kWarps * 32);
+  int32_t page = -1;
+  __syncwarp();
+  if (!kSparse) first_pages.load_others(batch, guesses, lane_slot, page);
+  Query<Element>::template fetch<kWarps * 32>(shared.weights, attend.q, token,
+                                              head * attend.group_size, group);
+  const float k_scale = load_scale(attend.k_scale, head);
+  const float v_scale = load_scale(attend.v_scale, head);
+  if (kSparse) prefetch_table(params.decode, first_pages, guesses, head, split);
+
+  // While they are on their way.
   if (threadIdx.x == 0 && !alone) {
     hopper::barrier_init(&shared.arrived, 1);
     hopper::fence_barrier_init();
@@ -262,74 +304,82 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
   }
   __syncwarp();
   hopper::cluster_arrive_relaxed();
-  wait_for_previous_kernel();
-
-  // Position, ids and q do not wait for each other, and q is asked for before any copy is, so that
-  // it does not come behind those of the SM's other CTA.
-  const PositionGuess guess = guess_row<kSparse>(params.decode, token);
-  WarpSlices<Element, kSparse> slices{params.decode, head, token, warp * splits + split,
-                                      splits * kWarps};
-  const LoadingId lane_id = slices.id_of(slices.slot_of(lane));
-  const float k_scale = load_scale(attend.k_scale, head);
-  const float v_scale = load_scale(attend.v_scale, head);
-  Query<Element> query;
-  query.load(attend.q, token, head * attend.group_size, attend.group_size);
-  if (kSparse) prefetch_table(params.decode, guess, head, split);
+  uint32_t ring = shared_address(shared.ring);
+  compute_here(ring);
+  const auto stage_address = [&](int owner, int32_t round) {
+    return ring + static_cast<uint32_t>((owner * kRounds + round % kRounds) * 2 * kPartBytes);
+  };
   const LaneCopy<Element, true> copy(attend, head);
-  slices.look_up(lane_id, guess);
+  compute_here(copy.k);
+  compute_here(copy.v);
+
+  const auto block = static_cast<uint32_t>(lane_id.low);
+  if (kSparse) first_pages.load_others(batch, guesses, block, page);
+  slices.find(guess);
+  const int32_t tokens = slices.tokens_of(lane, lane_id);
+  const bool is_right = slices.row.request == guess.request;
+  if (!is_right) page = slices.page_of_counting(tokens, slices.block_of(lane, lane_id));
+  if (kSparse) {
+    wait_async_copies<1>();  // behind the table: q
+    __syncthreads();
+    if (is_right && block < first_pages.copied) {
+      page = static_cast<int32_t>(load_shared_4(stage_address(0, kRounds - 1) + block * 4));
+    }
+  }
+  slices.ahead = slices.source_of(tokens, page);
 
   // Whether the CTA, not just this warp, has a round of that number.
   const auto is_round = [&](int32_t round) { return round * slices.turn < slices.count; };
-  const auto stage_address = [&](int owner, int stage) {
-    return shared_address(shared.ring[owner][stage]);
-  };
-  // Begins to bring the warp's slice of a round, as two groups. Returns how many of its tokens
-  // count.
-  const auto fetch = [&](int stage, int32_t round) {
-    if (!is_round(round)) {
+  // Begins to bring K, then V, of the warp's slice of a round, a group of copies each.
+  const auto fetch_k = [&](int32_t round) {
+    SliceTokens tokens{};
+    if (is_round(round)) {
+      tokens = slices.get(round);
+      copy.copy_k(stage_address(warp, round), tokens);
+    } else {
       commit_async_copies();
-      commit_async_copies();
-      return 0;
     }
-    const SliceTokens tokens = slices.get(round);
-    const uint32_t k = stage_address(warp, stage);
-    copy.copy_k(k, tokens.page, tokens.first, tokens.valid);
-    copy.copy_v(k + kPartBytes, tokens.page, tokens.first, tokens.valid);
-    return tokens.valid;
+    return tokens;
   };
-  int valid = 0, next_valid = 0;  // of this round and of the next one
-#pragma unroll 1
-  for (int stage = 0; stage < kStages - 1; ++stage) {
-    valid = next_valid;
-    next_valid = fetch(stage, stage);
-  }
+  const auto fetch_v = [&](int32_t round, const SliceTokens& tokens) {
+    if (is_round(round)) {
+      copy.copy_v(stage_address(warp, round) + kPartBytes, tokens);
+    } else {
+      commit_async_copies();
+    }
+  };
+  SliceTokens next = fetch_k(0);
+  int valid = next.valid;  // of the round's slice
 
+  Query<Element> query;
+  wait_async_copies<1>();  // behind q: K
+  __syncthreads();
+  query.load_fetched(shared.weights);
+  fetch_v(0, next);
   query.prepare(attend.scale * k_scale * kLog2E);
   ClusterRows<Element, kWarps> rows;
-  int stage = 0;
 #pragma unroll 1
   for (int32_t round = 0; is_round(round); ++round) {
-    wait_async_copies<3>();  // behind K: V, and both of the next round
+    wait_async_copies<1>();  // behind K: V
     __syncwarp();
     float s[S::kColumns][4] = {};
-    if (valid > 0) score(query, stage_address(warp, stage), s);
+    if (valid > 0) score(query, stage_address(warp, round), s);
+    next = fetch_k(round + 1);
     rows.store_maxima(shared, warp, s, valid, query.scale);
     __syncthreads();
-    const int later_valid = fetch(stage == 0 ? kStages - 1 : stage - 1, round + 2);
     rows.store_weights(shared, warp, s);
+    fetch_v(round + 1, next);
     if (!is_round(round + 1)) rows.store_sums(shared, warp);
-    wait_async_copies<4>();  // behind V: both of the next two rounds
+    wait_async_copies<2>();  // behind V: both of the next round
     __syncthreads();
     uint32_t values[rows.kVectors];
 #pragma unroll
     for (int vector = 0; vector < rows.kVectors; ++vector) {
       values[vector] =
-          rows.value_address(stage_address(0, stage) + kPartBytes, warp * rows.kVectors + vector);
+          rows.value_address(stage_address(0, round) + kPartBytes, warp * rows.kVectors + vector);
     }
     rows.add_values(shared, values);
-    valid = next_valid;
-    next_valid = later_valid;
-    stage = stage + 1 == kStages ? 0 : stage + 1;
+    valid = next.valid;
   }
   start_next_kernel();
 

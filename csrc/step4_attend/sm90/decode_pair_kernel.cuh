@@ -6,15 +6,19 @@
 //
 // Grid      (2 tokens, KV head); unit h * pairs + i: tokens 2 i, 2 i + 1, of one request or not.
 // Roles     all warps alike, each its own producer. Before the walk warps 0 and 1 bring a token's q
-//           each, threads 0 to 2 K - 1 an entry of the tokens' ids each.
+//           each into the order of products, threads 0 to 2 K - 1 make the union of the tokens'
+//           entries, one each.
 // Registers o of 2 x 16 x 128; q is read from shared memory part by part.
-// Shared    ring   warps x 3 stages x (K 4096, V 4096)             98,304 (196,608 with 8 warps)
+// Shared    ring   warps x 2 stages x (K 4096, V 4096)             69,632 (139,264 with 8 warps)
 //           q      [token][product][lane] 16 bytes                    8,192
+//           table  the first 1,024 pages of the first token's request, where the first warp's
+//                  stages will lie; q as it comes, where the second's will
 //           list   blocks of the union, ascending, with the tokens that want them
 //           o      2 tokens, over each warp's own part of the ring
 //           others scales, (m, l), tokens of each stage's slice that count, keys of the union
 // Barriers  __syncthreads: around the steps of the union, and once before the merge of the warps.
-// Timeline  as in decode_walk.cuh; a slice that one token wants is multiplied for that one alone.
+// Timeline  ids, positions, table, q and scales, none waits for another; the union; then as in
+//           decode_walk.cuh; a slice that one token wants is multiplied for that one alone.
 // Unseen    a slice's copy reaches to the last key that either token sees. Where they see unlike
 //           many, each has V's other rows masked out in registers: 0 * NaN is NaN.
 // Order     a warp takes the same 16 or 32 tokens of every block, in ascending order of blocks, so
@@ -26,13 +30,18 @@
 
 #include <type_traits>
 
+#include "device/table_row.cuh"
 #include "step4_attend/sm80/decode_walk.cuh"
 
 namespace msa::decode::sm90 {
 
 using namespace msa::decode::sm80;
 
-constexpr int kPairTokens = 2;
+constexpr int kPairTokens = 2, kPairStages = 2;
+// Of a warp: its stages, and then o of both tokens in their place.
+constexpr int kPairRingBytes = kPairTokens * kRows * kOStride * static_cast<int>(sizeof(float));
+static_assert(kPairRingBytes >= kPairStages * 2 * kPartBytes && kPairRingBytes % 1024 == 0);
+constexpr uint32_t kPairTablePages = 1024;  // of 131,072 tokens
 constexpr int32_t kNoKey = 0x7fffffff;
 
 struct UnionEntry {
@@ -43,39 +52,37 @@ struct UnionEntry {
 template <int kWarpCount>
 struct PairStorage {
   static constexpr int kWarps = kWarpCount, kThreads = kWarps * 32;
-  alignas(1024) uint8_t ring[kWarps][kStages][2][kPartBytes];
+  alignas(1024) uint8_t ring[kWarps][kPairRingBytes];
   uint4 q[kPairTokens][8][32];
   float2 state[kPairTokens][kWarps][kRows];
   float scale[kPairTokens][kRows];
-  int2 valid[kWarps][kStages];
+  int2 valid[kWarps][kPairStages];
   UnionEntry list[kPairTokens * kMaxTopk];
   int32_t key[kPairTokens * kMaxTopk], page[kPairTokens * kMaxTopk];
 };
 static_assert(2 * (sizeof(PairStorage<4>) + 1024) <= 228 * 1024, "two CTAs an SM");
 static_assert(sizeof(PairStorage<8>) <= 227 * 1024, "shared memory of one CTA");
-static_assert(kPairTokens * kRows * kOStride * 4 <= kStages * 2 * kPartBytes, "o lies in the ring");
 
-// Makes shared.list of the tokens' ids; returns its length. All threads.
+// Of an entry: the block that it selects, and the page of that; -1: it counts nothing.
+struct SliceSource {
+  int32_t block;
+  int32_t page;
+};
+
+// Makes shared.list of what the tokens' entries select, a thread's each; returns its length. All
+// threads.
 template <int kWarps>
-__device__ __forceinline__ int make_union(const DecodeParams& params, PairStorage<kWarps>& shared,
-                                          const KeyRow (&rows)[kPairTokens], int64_t head,
-                                          int32_t first_token) {
-  const auto topk = static_cast<int>(params.ids.topk);
-  const int index = threadIdx.x, token = index / topk, slot = index % topk;
+__device__ __forceinline__ int make_union(PairStorage<kWarps>& shared, const SliceSource& source,
+                                          int token, int topk) {
+  const int index = threadIdx.x;
   const bool is_entry = token < kPairTokens;
-  const KeyRow row = token == 0 ? rows[0] : rows[1];
-  SliceSource source{kNoKey, -1};
-  if (is_entry && slot < row.blocks) {
-    source =
-        find_slice<true>(params, row, slot, load_id(params.ids, head, first_token + token, slot));
-    if (source.page >= params.attend.k_cache.num_pages) source.page = -1;
-  }
   const bool counts = source.page >= 0;
   if (is_entry) shared.key[index] = counts ? source.block : kNoKey;
   __syncthreads();
   // Of equal blocks of one token: how many stand before this one.
   int occurrence = 0;
   if (counts) {
+#pragma unroll 4
     for (int other = token * topk; other < index; ++other) {
       occurrence += shared.key[other] == source.block;
     }
@@ -90,6 +97,7 @@ __device__ __forceinline__ int make_union(const DecodeParams& params, PairStorag
   bool shared_by_both = false;
   if (counts) {
     const int other_begin = token == 0 ? topk : 0;
+#pragma unroll 4
     for (int other = other_begin; other < other_begin + topk; ++other) {
       shared_by_both |= shared.key[other] == key && shared.page[other] == source.page;
     }
@@ -100,6 +108,7 @@ __device__ __forceinline__ int make_union(const DecodeParams& params, PairStorag
   __syncthreads();
   if (listed) {
     int rank = 0;
+#pragma unroll 8
     for (int other = 0; other < kPairTokens * topk; ++other) {
       rank += shared.key[other] < key || (shared.key[other] == key && other < index);
     }
@@ -213,12 +222,12 @@ __device__ __forceinline__ void walk_union(const DecodeParams& params, PairStora
     copied = max(valid.x, valid.y);
   };
   const uint32_t ring = shared_address(shared.ring[warp]);
-  for (int stage = 0; stage < kStages; ++stage) {
+  for (int stage = 0; stage < kPairStages; ++stage) {
     const uint32_t k = ring + stage * 2 * kPartBytes, v = k + kPartBytes;
     next_source(stage);
     if (lane == 0) shared.valid[warp][stage] = valid;
-    copy.copy_k(k, page, first, copied);
-    copy.copy_v(v, page, first, copied);
+    copy.copy_k(k, {page, first, copied});
+    copy.copy_v(v, {page, first, copied});
   }
 
   Rows<Element> rows[kPairTokens];
@@ -235,7 +244,7 @@ __device__ __forceinline__ void walk_union(const DecodeParams& params, PairStora
     __syncwarp();
     next_source(next);
     if (lane == 0) shared.valid[warp][stage] = valid;
-    copy.copy_k(k, page, first, copied);
+    copy.copy_k(k, {page, first, copied});
     bool shrinks = false;
     if constexpr (kFirst) {
       const float scale[2] = {shared.scale[0][lane / 4], shared.scale[0][lane / 4 + 8]};
@@ -251,7 +260,7 @@ __device__ __forceinline__ void walk_union(const DecodeParams& params, PairStora
       if constexpr (kFirst) rows[0].shrink(factor[0]);
       if constexpr (kSecond) rows[1].shrink(factor[1]);
     }
-    wait_async_copies<2 * kStages - 1>();
+    wait_async_copies<2 * kPairStages - 1>();
     __syncwarp();
     if constexpr (kFirst && kSecond) {
       if (seen.x == seen.y) {
@@ -271,16 +280,16 @@ __device__ __forceinline__ void walk_union(const DecodeParams& params, PairStora
       if constexpr (kSecond) rows[1].add_values(v, p[1]);
     }
     __syncwarp();
-    copy.copy_v(v, page, first, copied);
+    copy.copy_v(v, {page, first, copied});
   };
   const std::true_type yes;
   const std::false_type no;
 #pragma unroll 1
   for (int32_t index = 0; index < count; ++index) {
-    wait_async_copies<2 * kStages - 1>();  // as in walk_slices
+    wait_async_copies<2 * kPairStages - 1>();  // as in walk_slices
     __syncwarp();
     const int2 seen = shared.valid[warp][stage];
-    const int32_t next = index + kStages;
+    const int32_t next = index + kPairStages;
     if (seen.x > 0 && seen.y > 0) {
       attend_slice(yes, yes, next, seen);
     } else if (seen.x > 0) {
@@ -292,10 +301,10 @@ __device__ __forceinline__ void walk_union(const DecodeParams& params, PairStora
       __syncwarp();
       next_source(next);
       if (lane == 0) shared.valid[warp][stage] = valid;
-      copy.copy_k(k, page, first, copied);
-      copy.copy_v(k + kPartBytes, page, first, copied);
+      copy.copy_k(k, {page, first, copied});
+      copy.copy_v(k + kPartBytes, {page, first, copied});
     }
-    stage = stage + 1 == kStages ? 0 : stage + 1;
+    stage = stage + 1 == kPairStages ? 0 : stage + 1;
   }
   wait_async_copies<0>();
   __syncwarp();
@@ -320,15 +329,51 @@ __global__ void __launch_bounds__(kWarps * 32)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   wait_for_previous_kernel();
 
-  Query<Element> query;
-  if (warp < tokens) {
-    query.load(attend.q, first_token + warp, head * attend.group_size, attend.group_size);
+  // Ids, positions, table, q and scales do not wait for each other.
+  const BatchView& batch = attend.batch;
+  const auto topk = static_cast<int>(params.ids.topk);
+  const int token = static_cast<int>(threadIdx.x) / topk;
+  const int slot = static_cast<int>(threadIdx.x) - token * topk;
+  const LoadingId id = start_load_id(params.ids, head, first_token + token, slot, token < tokens);
+  __syncwarp();  // as in the cluster kernel
+  PositionGuess guesses[kPairTokens];
+  guesses[0] = guess_row<true>(params, first_token);
+  guesses[1] = guess_row<true>(params, first_token + tokens - 1);
+  __syncwarp();
+  auto* const table = reinterpret_cast<int32_t*>(shared.ring[0]);
+  auto* const queries = reinterpret_cast<uint4*>(shared.ring[1]);
+  const int32_t request = guesses[0].request;
+  const TableRow first_pages = copy_table_row<kPairTablePages>(batch, request, request >= 0, table,
+                                                               PairStorage<kWarps>::kThreads);
+#pragma unroll
+  for (int i = 0; i < kPairTokens; ++i) {
+    Query<Element>::template fetch<PairStorage<kWarps>::kThreads>(
+        queries + i * kRows * kQueryVectors, attend.q, first_token + min(i, tokens - 1),
+        head * attend.group_size, static_cast<int32_t>(attend.group_size));
   }
-  KeyRow rows[kPairTokens] = {find_row<true>(params, first_token), {0, -1, 0}};
-  if (tokens == kPairTokens) rows[1] = find_row<true>(params, first_token + 1);
-  const int blocks = make_union(params, shared, rows, head, first_token);
+  const float k_scale = load_scale(attend.k_scale, head);
+  const float v_scale = load_scale(attend.v_scale, head);
+
+  const auto block = static_cast<uint32_t>(id.low);
+  int32_t page = -1;
+  first_pages.load_others(batch, request >= 0, block, page);
+  KeyRow rows[kPairTokens] = {find_row<true>(params, first_token, guesses[0]), {0, -1, 0, 0}};
+  if (tokens == kPairTokens) rows[1] = find_row<true>(params, first_token + 1, guesses[1]);
+  const KeyRow row = token == 0 ? rows[0] : rows[1];
+  const bool is_visible_entry = token < tokens && slot < row.blocks && is_visible(id, row.visible);
+  const bool is_right = row.request == request;
+  if (is_visible_entry && !is_right) page = page_of(batch, row.request, block);
+  wait_async_copies<kPairTokens>();  // behind the table: q of both
+  __syncthreads();
+  if (is_visible_entry && is_right && block < first_pages.copied) page = table[block];
+  SliceSource source{kNoKey, -1};
+  if (is_visible_entry && page < attend.k_cache.num_pages) source = {id.low, page};
+  wait_async_copies<0>();
+  const int blocks = make_union(shared, source, token, topk);
   if (warp < tokens) {
-    query.prepare(attend.scale * scale_of(attend.k_scale, head) * kLog2E);
+    Query<Element> query;
+    query.load_fetched(queries + warp * kRows * kQueryVectors);
+    query.prepare(attend.scale * k_scale * kLog2E);
 #pragma unroll
     for (int step = 0; step < 8; ++step) {
       shared.q[warp][step][lane] =
@@ -342,22 +387,21 @@ __global__ void __launch_bounds__(kWarps * 32)
   __syncthreads();
   walk_union<Element>(params, shared, rows, head, blocks);
   start_next_kernel();
-  const float v_scale = scale_of(attend.v_scale, head);
   __syncthreads();
 
   const int group = static_cast<int>(attend.group_size);
-  for (int token = 0; token < tokens; ++token) {
+  for (int i = 0; i < tokens; ++i) {
     for (int row = warp; row < group; row += kWarps) {
       float maximum, sum;
       const float4 o = merge_parts<kWarps>(
-          kWarps, [&](int part) { return shared.state[token][part][row]; },
+          kWarps, [&](int part) { return shared.state[i][part][row]; },
           [&](int part) {
-            const float* from = reinterpret_cast<const float*>(shared.ring[part]) +
-                                (token * kRows + row) * kOStride;
+            const float* from =
+                reinterpret_cast<const float*>(shared.ring[part]) + (i * kRows + row) * kOStride;
             return reinterpret_cast<const float4*>(from)[lane];
           },
           maximum, sum);
-      store_result(attend, first_token + token, head, row, o, maximum, sum, v_scale);
+      store_result(attend, first_token + i, head, row, o, maximum, sum, v_scale);
     }
   }
 }

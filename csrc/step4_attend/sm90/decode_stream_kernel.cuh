@@ -57,8 +57,8 @@ struct SliceBoxes {
       : k_map(k_map),
         v_map(v_map),
         head(head),
-        policy(params.tokens_each == 1 ? hopper::evict_first_policy()
-                                       : hopper::evict_normal_policy()) {}
+        policy(params.tokens_each.divisor == 1 ? hopper::evict_first_policy()
+                                               : hopper::evict_normal_policy()) {}
 
   __device__ __forceinline__ void copy(uint8_t (&stage)[2][kPartBytes], const SliceTokens& tokens,
                                        uint64_t* full) const {

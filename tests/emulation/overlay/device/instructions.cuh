@@ -40,6 +40,7 @@ inline uint32_t add_zero_times(uint32_t pair, uint32_t sum) {
 
 inline void compute_here(float&) {}
 inline void compute_here(const void*) {}
+inline void compute_here(uint32_t&) {}
 
 inline int read_lane() { return emulation::lane(); }
 
