@@ -57,6 +57,19 @@ __device__ __forceinline__ int32_t fetch_and_increment(int32_t* counter) {
   return static_cast<int32_t>(before);
 }
 
+// What this thread wrote, or saw written, is seen by whoever sees what it writes next.
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// Waits until `counter`, which only grows, is `value` or more; then sees what its writers wrote.
+__device__ __forceinline__ void wait_for_count(const uint32_t* counter, uint32_t value) {
+  while (true) {
+    uint32_t count;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+    if (count >= value) return;
+    __nanosleep(100);
+  }
+}
+
 // Has the line of `address` come to L2; nothing waits for it.
 __device__ __forceinline__ void prefetch_to_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));

@@ -155,7 +155,7 @@ struct alignas(16) WorkItem {
   int32_t first_valid;  // keys of the block that token 0 of the call would see: token t sees t more
   int32_t written;      // tokens of the request from the block's first on
   int32_t masked;       // some of the request's new tokens do not see all of the block
-  int32_t unused;
+  int32_t by_head;        // short calls: no item of an earlier head comes after it
 };
 
 struct PrefillPlan {
@@ -179,6 +179,8 @@ struct PrefillPlan {
   WorkItem* work_items;        // [max_items]
   int32_t* round_items;        // [rounds + 1]: first work item of each round
   int32_t* item_tickets;       // [rounds]: items that CTAs have drawn beyond their first
+  uint32_t* ended_heads;       // [Hkv], short calls: CTAs that have attended to all of a head
+  int32_t* merge_tickets;      // [1], short calls: units of the merge that CTAs have drawn
 };
 
 }  // namespace msa

@@ -23,13 +23,13 @@ __device__ __forceinline__ WorkItem block_item(int32_t head, int32_t block, int3
 __device__ __forceinline__ void store_item(WorkItem* items, int64_t index, const WorkItem& item) {
   auto* vectors = reinterpret_cast<int4*>(items + index);
   vectors[0] = make_int4(item.page, item.head, item.begin, item.end);
-  vectors[1] = make_int4(item.first_valid, item.written, item.masked, 0);
+  vectors[1] = make_int4(item.first_valid, item.written, item.masked, item.by_head);
 }
 
 __device__ __forceinline__ WorkItem load_item(const WorkItem* items, int64_t index) {
   const auto* vectors = reinterpret_cast<const int4*>(items + index);
   const int4 first = vectors[0], second = vectors[1];
-  return {first.x, first.y, first.z, first.w, second.x, second.y, second.z, 0};
+  return {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
 }
 
 // For the scan of the remap: items of the rows (KV head, request, block) of a round.

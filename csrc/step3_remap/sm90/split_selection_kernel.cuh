@@ -50,6 +50,7 @@ struct SplitParams {
   BatchView batch;
   int64_t num_pages;
   PrefillPlan plan;
+  bool large_first = false;
 };
 
 struct Chunk : TokenChunk {

@@ -276,24 +276,32 @@ __global__ void __launch_bounds__(kShortThreads)
   cluster_wait();
 
   // Step 7. Items of a size come after all larger ones, of all heads, and those of earlier heads.
-  uint64_t all_items = 0;
+  constexpr uint64_t kEveryField = 0x0001000100010001;
+  const uint64_t first_fields = params.large_first ? 0xffffull : 0;  // of all heads before others
+  uint64_t firsts = 0, earlier_firsts = 0, earlier = 0;
+  uint32_t all = 0;
 #pragma unroll 1
   for (int other = 0; other < heads; ++other) {
-    if (other < head) next_items += state.items[other];
-    all_items += state.items[other];
-  }
-  constexpr uint64_t kEveryField = 0x0001000100010001;
-  next_items += all_items * kEveryField - all_items;  // to each field those below it
-  if (head == 0 && thread == 0) {
-    uint32_t total = 0;
-#pragma unroll 1
-    for (int field = 0; field < kSizeClasses * heads; ++field) {
-      total += state.items[field / kSizeClasses] >> kSizeBits * (field % kSizeClasses) &
-               ((1u << kSizeBits) - 1);
+    const uint64_t items = state.items[other];
+    const uint32_t sum = static_cast<uint32_t>(items * kEveryField >> kSizeBits * (kSizeClasses - 1)) & 0xffff;
+    const uint32_t its_firsts = static_cast<uint32_t>(items & first_fields);
+    all += sum;
+    firsts += its_firsts;
+    if (other < head) {
+      earlier_firsts += its_firsts;
+      earlier += sum - its_firsts;
     }
+  }
+  const uint64_t mine = state.items[head], rest = mine & ~first_fields;
+  // Field 0 by itself when it goes first; others after all firsts, and those of earlier heads.
+  next_items += params.large_first ? earlier_firsts : earlier;
+  next_items += (firsts + earlier) * (kEveryField & ~0xffffull) + ((rest * kEveryField - rest) & ~0xffffull);
+  if (!params.large_first) next_items += 0;
+  if (thread == 0) plan.ended_heads[head] = 0;
+  if (head == 0 && thread == 0) {
     plan.round_items[0] = 0;
-    plan.round_items[1] = static_cast<int32_t>(total);
-    plan.item_tickets[0] = 0;
+    plan.round_items[1] = static_cast<int32_t>(all);
+    plan.item_tickets[0] = plan.merge_tickets[0] = 0;
   }
 #pragma unroll 1
   for (int i = first_row; i < end_row; ++i) {
@@ -307,6 +315,7 @@ __global__ void __launch_bounds__(kShortThreads)
         block_item(head, i - request * static_cast<int>(batch.max_pages), pages[i],
                    state.begins[request], state.begins[request + 1], state.lengths[request]);
     fields.end = first_pair + static_cast<int32_t>(histogram[i]);
+    fields.by_head = !params.large_first || cut.shift > 0;
 #pragma unroll 1
     for (uint32_t part = 0; part < cut.items; ++part, ++item) {
       fields.begin = fields.end;

@@ -5,6 +5,7 @@
 // the query-major kernel.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 
 #include "configs/built_configs.h"
 #include "device/architecture.h"
@@ -101,13 +102,16 @@ Workspace cut_workspace(const SparseAttendParams& params) {
     take(plan.leftover_mask, heads * plan.num_tokens);
     take(plan.entry_rank, all_slots);
     take(plan.chunk_base, heads * sizes.chunks * plan.chunk_rows);
+  } else {
+    take(plan.ended_heads, heads);
+    take(plan.merge_tickets, 1);
   }
   work.bytes = offset;
   return work;
 }
 
 split::SplitParams split_params(const SparseAttendParams& params, const PrefillPlan& plan) {
-  return {params.ids, params.batch, params.k_cache.num_pages, plan};
+  return {params.ids, params.batch, params.k_cache.num_pages, plan, std::getenv("MSA_LF") != nullptr};
 }
 
 void plan_short_call(const SparseAttendParams& params, const PrefillPlan& plan,
@@ -181,6 +185,11 @@ void plan_call(const SparseAttendParams& params, const Workspace& work,
                    work.counters.counters);
 }
 
+int env(const char* name, int otherwise) {
+  const char* value = std::getenv(name);
+  return value ? std::atoi(value) : otherwise;
+}
+
 template <DType kCache>
 void run(const SparseAttendParams& params, const ExecContext& context) {
   constexpr auto kv_block_kernel = prefill::msa_sparse_prefill_kv_block_sm90_kernel<kCache>;
@@ -211,6 +220,7 @@ void run(const SparseAttendParams& params, const ExecContext& context) {
     plan_call(params, work, context);
   }
 
+  const bool merges_beside = plan.sizes.short_call && params.num_kv_heads > 1 && env("MSA_ME", 1);
   for (int32_t round = 0; round < plan.sizes.rounds; ++round) {
     if (!plan.sizes.by_request) {
       const prefill::KVBlockParams attend{
@@ -226,7 +236,10 @@ void run(const SparseAttendParams& params, const ExecContext& context) {
           round,
           scale_log2,
           log_group,
-          params.k_scale};
+          params.k_scale,
+          merges_beside ? plan.ended_heads : nullptr,
+          static_cast<int32_t>(params.num_kv_heads),
+          merges_beside ? std::min(env("MSA_M", kv_ctas / 8), kv_ctas / 8 * 3) : 0};
       launch_dependent(context.op, "launching the KV-block-major kernel", kv_block_kernel, kv_ctas,
                        prefill::kThreads, kSharedBytes, stream, attend, q_map, k_map, v_map);
     }
@@ -237,7 +250,8 @@ void run(const SparseAttendParams& params, const ExecContext& context) {
         plan,
         round,
         params.k_scale,
-        plan.sizes.short_call ? static_cast<int32_t>(params.ids.topk) : 0};
+        plan.sizes.short_call ? static_cast<int32_t>(params.ids.topk) : 0,
+        merges_beside ? kv_ctas : 0};
     if (plan.sizes.query_major) {
       launch_dependent(context.op, "launching the query-major kernel", query_block_kernel,
                        tile_ctas, prefill::kThreads, kTileSharedBytes, stream, finish, q_map, k_map,

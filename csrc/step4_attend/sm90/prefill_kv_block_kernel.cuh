@@ -266,6 +266,21 @@ __device__ __forceinline__ void multiply_p_v(const uint32_t (&p)[32], uint64_t v
   hold(o);
 }
 
+// Short calls, by each consumer warp: its partial results of heads [first, end) are written.
+template <DType kCache>
+__device__ __forceinline__ void end_heads(const KVBlockParams& params,
+                                          SharedStorage<kCache>& shared, int32_t first,
+                                          int32_t end) {
+  __syncwarp();
+  if (threadIdx.x % 32 != 0) return;
+  __threadfence_block();
+  for (int32_t head = first; head < end; ++head) {
+    if (atomicAdd(&shared.warps_done[head], 1u) + 1 < kConsumers * 4) continue;
+    fence_gpu();
+    atomicAdd(params.ended_heads + head, 1u);
+  }
+}
+
 template <DType kCache>
 __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStorage<kCache>& shared,
                                         int consumer) {
@@ -280,9 +295,20 @@ __device__ __forceinline__ void consume(const KVBlockParams& params, SharedStora
   RingPosition<kKVStages> kv;
   RingPosition<kQStagesPerConsumer> ring;
   uint32_t first = consumer;  // first_tile() of the item
+  int32_t head = 0;           // those before have ended
   while (true) {
     barrier_wait(&shared.item_full[place.stage], place.phase);
     const WorkItem item = shared.items[place.stage];
+    if (params.ended_heads != nullptr) {
+      int32_t end = head;
+      if (is_last(item)) {
+        end = params.num_heads;
+      } else if (item.by_head) {
+        end = item.head;
+      }
+      if (head < end) end_heads(params, shared, head, end);
+      head = end;
+    }
     if (is_last(item)) return;
     place.advance();
     const uint32_t tiles = count_tiles(params, item);
@@ -355,6 +381,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_init(&shared.item_empty[place], kConsumers);
     }
     barrier_init(&shared.first_tiles, kConsumers);
+    for (uint32_t& warps : shared.warps_done) warps = 0;
     for (int stage = 0; stage < kKVStages; ++stage) {
       barrier_init(&shared.k_full[stage], kKVFullArrivals<kCache>);
       barrier_init(&shared.v_full[stage], kKVFullArrivals<kCache>);
@@ -375,6 +402,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   wait_for_previous_kernel();
+  if (params.ended_heads != nullptr) start_next_kernel();  // where CTAs have left
 
   // A warp's index through a shuffle, so that the compiler knows it is the same in all its lanes.
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x / 32), 0);

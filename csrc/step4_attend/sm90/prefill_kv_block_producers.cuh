@@ -15,6 +15,14 @@
 
 namespace msa::sparse_prefill::sm90 {
 
+__device__ __forceinline__ bool is_last(const WorkItem& item) { return item.begin >= item.end; }
+
+__device__ __forceinline__ uint32_t count_tiles(const KVBlockParams& params, const WorkItem& item) {
+  const int log_tile_tokens = 6 - params.log_group;
+  return static_cast<uint32_t>(item.end - item.begin + (1 << log_tile_tokens) - 1) >>
+         log_tile_tokens;
+}
+
 // Where a CTA's work items come from, for the K/V producer's first lane: the first is the CTA's
 // own, the others are drawn, so that CTAs end together whatever their items cost. Memory is not
 // waited for: the item to be published next was read an item ago, and its number drawn two ago.
@@ -45,21 +53,19 @@ struct ItemFeed {
     barrier_arrive(&shared.item_full[place.stage]);
     place.advance();
     const int32_t index = first_drawn + ticket;
+    const bool leaves = next.head > 0 && static_cast<int32_t>(blockIdx.x) < params.leaving_ctas &&
+                        next.by_head;
     next = {};
     if (index < end) {
       next = load_item(params.work_items, index);
-      ticket = fetch_and_increment(params.item_tickets);
+      if (leaves) {
+        end = 0;  // what was drawn is the last
+      } else {
+        ticket = fetch_and_increment(params.item_tickets);
+      }
     }
   }
 };
-
-__device__ __forceinline__ bool is_last(const WorkItem& item) { return item.begin >= item.end; }
-
-__device__ __forceinline__ uint32_t count_tiles(const KVBlockParams& params, const WorkItem& item) {
-  const int log_tile_tokens = 6 - params.log_group;
-  return static_cast<uint32_t>(item.end - item.begin + (1 << log_tile_tokens) - 1) >>
-         log_tile_tokens;
-}
 
 // The tiles of a CTA's items, one after another, go to the consumers by turns. Of an item that
 // comes after `before` tiles, consumer c has tiles first_tile(c, before), first_tile() + 3, ...

@@ -53,6 +53,7 @@ struct SharedStorage {
   uint8_t valid[kQStages][kTileRows];     // keys of the block that the token may see, 1 to 128
   WorkItem items[kItemPlaces];            // without pairs: there are no more
   uint32_t wild[kKVStages][kBlock / 32];  // rows of V with NaN or Inf, of masked blocks
+  uint32_t warps_done[kShortHeads];       // consumer warps that have attended to all of a head
   uint64_t item_full[kItemPlaces];
   uint64_t item_empty[kItemPlaces];
   uint64_t first_tiles;
@@ -98,6 +99,10 @@ struct KVBlockParams {
   float scale_log2;   // scale * log2(e)
   int32_t log_group;  // log2(G)
   ScaleView k_scale;  // of FP8 caches
+  // Short calls, whose heads are merged as they end; else null:
+  uint32_t* ended_heads;  // [num_heads]: how many CTAs have attended to all of a head
+  int32_t num_heads;
+  int32_t leaving_ctas;  // these end after the first head, to make room for the merge
 };
 
 }  // namespace msa::sparse_prefill::sm90

@@ -40,6 +40,7 @@ struct FinishParams : TileParams {
   int32_t round;        // the tiles that this launch finishes
   ScaleView k_scale;    // of FP8 caches
   int32_t fixed_slots;  // places of each (head, token) in a short call, K of them; else 0
+  int32_t kv_ctas;      // of the KV-block-major kernel beside which a short call merges; else 0
 };
 
 constexpr int kMergeWarps = 4;  // one a chunk of 32 columns
@@ -214,16 +215,53 @@ __device__ __forceinline__ void merge_rows(const FinishParams& params, int64_t h
   }
 }
 
+// Short calls: CTAs draw units, head after head, and wait until all partial results of a head are
+// there. The KV-block-major kernel is still running, all of it, so the wait ends.
+template <typename Merge>
+__device__ __forceinline__ void merge_as_heads_end(const FinishParams& params, uint32_t head_units,
+                                                   const Merge& merge) {
+  __shared__ uint32_t units[2];
+  const PrefillPlan& plan = params.plan;
+  const uint32_t num_units = static_cast<uint32_t>(params.num_kv_heads) * head_units;
+  uint32_t drawn = 0, ended = 0;  // heads that are known to have ended
+  if (threadIdx.x == 0) drawn = fetch_and_increment(plan.merge_tickets);
+  for (uint32_t turn = 0;; ++turn) {
+    if (threadIdx.x == 0) {
+      units[turn % 2] = drawn;
+      if (drawn < num_units) {
+        const uint32_t head = drawn / head_units;
+        if (head >= ended) wait_for_count(plan.ended_heads + head, params.kv_ctas);
+        ended = head + 1;
+        drawn = fetch_and_increment(plan.merge_tickets);
+      }
+    }
+    __syncthreads();
+    const uint32_t unit = units[turn % 2];
+    if (unit >= num_units) return;
+    merge(unit);
+  }
+}
+
 template <DType kCache>
 __global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtas)
     msa_sparse_prefill_merge_sm90_kernel(const __grid_constant__ FinishParams params) {
   constexpr uint32_t kRows = 8;  // of a unit
-  wait_for_previous_kernel();
   const PrefillPlan& plan = params.plan;
   const auto tiles = static_cast<uint32_t>(plan.sizes.tiles);
   const auto tile_tokens = static_cast<uint32_t>(plan.sizes.tile_tokens);
   const uint32_t rows = tile_tokens << params.log_group;
   const uint32_t parts = (rows + kRows - 1) / kRows;  // of a tile
+  const auto merge = [&](uint32_t unit) {
+    const uint32_t tile = unit / parts;
+    merge_rows<kCache>(params, tile / tiles, tile % tiles * rows + unit % parts * kRows,
+                       static_cast<int32_t>(threadIdx.x / 32));
+  };
+  if (params.kv_ctas > 0) {
+    merge_as_heads_end(params, tiles * parts, merge);
+    wait_for_previous_kernel();  // so that this kernel's end is that of the one before, too
+    return;
+  }
+  wait_for_previous_kernel();
   // Short calls have no tile arrays.
   const bool all_tiles = !plan.sizes.query_major && plan.sizes.rounds == 1;
   for_units(
@@ -231,11 +269,7 @@ __global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtas)
       [&](uint32_t unit) {
         return all_tiles || (in_round(params, unit / parts) && plan.tile_blocks[unit / parts] == 0);
       },
-      [&](uint32_t unit) {
-        const uint32_t tile = unit / parts;
-        merge_rows<kCache>(params, tile / tiles, tile % tiles * rows + unit % parts * kRows,
-                           static_cast<int32_t>(threadIdx.x / 32));
-      });
+      merge);
 }
 
 }  // namespace msa::sparse_prefill::sm90

@@ -155,6 +155,7 @@ inline void __syncwarp(unsigned mask = ~0u) {
 inline void __syncthreads() { emulation::meet_cta(); }
 inline bool __syncthreads_or(bool vote) { return emulation::meet_cta(vote) != 0; }
 inline int __syncthreads_count(bool vote) { return emulation::meet_cta(vote); }
+inline void __threadfence_block() {}
 inline void __nanosleep(unsigned) { emulation::nap(); }
 
 inline size_t __cvta_generic_to_shared(const void* pointer) {
