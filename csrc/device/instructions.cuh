@@ -57,6 +57,12 @@ __device__ __forceinline__ int32_t fetch_and_increment(int32_t* counter) {
   return static_cast<int32_t>(before);
 }
 
+// Waits until a word of shared memory is `value`, which another warp of the CTA will store.
+__device__ __forceinline__ void wait_for_word(const int32_t* word, int32_t value) {
+  while (*const_cast<const volatile int32_t*>(word) != value) {
+  }
+}
+
 // Has the line of `address` come to L2; nothing waits for it.
 __device__ __forceinline__ void prefetch_to_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));

@@ -96,6 +96,10 @@ void run_decode_cluster(const DecodeParams& params, const ExecContext& context, 
 void run_decode_stream(const DecodeParams& params, const ExecContext& context, bool sparse);
 // sm90/, sparse_decode: two neighbouring tokens a CTA, the blocks that they share read once.
 void run_decode_pairs(const DecodeParams& params, const ExecContext& context);
+// sm90/, sparse_decode over bfloat16 caches: four neighbouring tokens a CTA, the slices that they
+// share read once. CTAs of a cluster for each four of them, 0 where they do not run all at once.
+int32_t decode_quad_splits(const DecodeParams& params, const ExecContext& context);
+void run_decode_quads(const DecodeParams& params, const ExecContext& context);
 // sm90/, sparse_decode over bfloat16 caches that fits_tensor_maps(): tiles of a request's tokens.
 void run_decode_tiles(const DecodeParams& params, const ExecContext& context);
 

@@ -29,6 +29,7 @@ SOURCES = (
     CSRC / "step4_attend/sm80/decode_inst.cu",
     CSRC / "step4_attend/sm90/decode_cluster_inst.cu",
     CSRC / "step4_attend/sm90/decode_pair_inst.cu",
+    CSRC / "step4_attend/sm90/decode_quad_inst.cu",
     CSRC / "step4_attend/sm90/decode_stream_inst.cu",
     CSRC / "step4_attend/sm90/decode_tile_inst.cu",
     CSRC / "configs/built_configs.cpp",

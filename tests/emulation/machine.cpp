@@ -543,6 +543,19 @@ void barrier_arrive(const uint64_t* address, uint32_t announced_bytes) {
   complete_if_due(barrier);
 }
 
+void arrive_behind(Engine engine, const uint64_t* address) {
+  auto pending = std::move(lanes[current].deferred[engine].pending);
+  lanes[current].deferred[engine].pending.clear();
+  const int rank = resident;
+  copy_later([pending = std::move(pending), rank, address] {
+    for (const auto& [group, work] : pending) work();
+    TransactionBarrier& barrier = find_barrier(ctas[rank], address);
+    if (barrier.pending == 0) fail("arrives at a transaction barrier too often");
+    --barrier.pending;
+    complete_if_due(barrier);
+  });
+}
+
 void barrier_bytes(const uint64_t* address, uint32_t arrived_bytes) {
   count_bytes(find_barrier(ctas[resident], address), arrived_bytes);
 }

@@ -96,6 +96,8 @@ void send_to_cta(int rank, uint32_t address, const void* value, uint32_t bytes,
 // Transaction barriers of the CTA, by the address of the word that stands for them.
 void barrier_init(const uint64_t* barrier, uint32_t arrivals);
 void barrier_arrive(const uint64_t* barrier, uint32_t announced_bytes);
+// Arrives, now or later, behind the lane's deferred work, which is done no later than then.
+void arrive_behind(Engine engine, const uint64_t* barrier);
 void barrier_bytes(const uint64_t* barrier, uint32_t arrived_bytes);
 void barrier_wait(const uint64_t* barrier, uint32_t parity);
 bool barrier_test(const uint64_t* barrier, uint32_t parity);

@@ -26,6 +26,20 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
                : "memory");
 }
 
+// So many arrivals at once.
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+
+// Arrives once all cp.async copies that the thread has begun are done; nothing waits here.
+__device__ __forceinline__ void barrier_arrive_behind_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
+                   shared_address(barrier))
+               : "memory");
+}
+
 // The arrival of a warp, after all its lanes have read what lies behind the barrier and waited for
 // the phases before. Behind products that the warp has waited for, a lane alone may arrive.
 __device__ __forceinline__ void barrier_arrive_warp(uint64_t* barrier) {

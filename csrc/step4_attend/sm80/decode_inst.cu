@@ -1,5 +1,6 @@
 // Host side of sparse_decode and paged_decode: how a call is cut, and which kernels serve it.
 #include <algorithm>
+#include <cstdlib>
 
 #include "configs/built_configs.h"
 #include "device/architecture.h"
@@ -10,7 +11,7 @@ namespace {
 
 namespace sm80 = decode::sm80;
 
-enum class Way { kPortable, kCluster, kStream, kPairs, kTiles };
+enum class Way { kPortable, kCluster, kStream, kPairs, kQuads, kTiles };
 
 // A call, cut; by its shapes and the device alone.
 struct Plan {
@@ -36,6 +37,14 @@ Plan plan_call(const AttendParams& attend, const IdsView& ids, int64_t blocks, b
   DecodeParams params = plan_decode(attend, ids, blocks);
   if (!runs_sm90(context, attend.q.dtype, attend.k_cache.dtype)) return {params, Way::kPortable};
   const bool is_fp8 = attend.k_cache.dtype == DType::kFloat8E4M3, fits = fits_tensor_maps(attend);
+  const char* quad = std::getenv("MSA_QUAD");
+  const int mode = quad ? std::atoi(quad) : 1;
+  if (sparse && !is_fp8 && params.tokens_each >= 4 && mode > 0 && params.ids.topk <= 32) {
+    DecodeParams cut = params;
+    cut.splits = decode_quad_splits(params, context);
+    cut_drafts(cut);
+    if (cut.splits > 0 && (mode == 2 || cut.tile_tokens == 0)) return {cut, Way::kQuads};
+  }
   if (sparse && !is_fp8 && fits) {
     cut_drafts(params);
     if (params.tile_tokens > 0) return {params, Way::kTiles};
@@ -79,6 +88,7 @@ void run(const Plan& plan, const ExecContext& context) {
   if (plan.way == Way::kCluster) return run_decode_cluster(plan.params, context, kSparse);
   if (plan.way == Way::kStream) return run_decode_stream(plan.params, context, kSparse);
   if (plan.way == Way::kPairs) return run_decode_pairs(plan.params, context);
+  if (plan.way == Way::kQuads) return run_decode_quads(plan.params, context);
   if (plan.way == Way::kTiles) return run_decode_tiles(plan.params, context);
   if (fp8) return launch<__nv_fp8_e4m3, kSparse>(plan.params, context);
   return launch<__nv_bfloat16, kSparse>(plan.params, context);

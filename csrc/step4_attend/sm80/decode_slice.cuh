@@ -98,16 +98,17 @@ struct Query {
     }
   }
 
-  // Begins to bring the rows to shared memory, 4096 bytes, as a group of copies; by all threads of
-  // the CTA. 16-byte vector c of row r goes to c ^ 4 (r % 2), as in a slice of K.
+  // Begins to bring the rows to shared memory, 4096 bytes, as a group of copies; by kThreads threads,
+  // this one of them number `thread`. 16-byte vector c of row r goes to c ^ 4 (r % 2), as in a slice of K.
   template <int kThreads>
   static __device__ __forceinline__ void fetch(uint4* rows, const RowsView& view, int64_t token,
-                                               int64_t first_head, int32_t group) {
+                                               int64_t first_head, int32_t group,
+                                               uint32_t thread = threadIdx.x) {
     const char* const heads = static_cast<const char*>(view.data) +
                               2 * (token * view.token_stride + first_head * view.head_stride);
 #pragma unroll
     for (int first = 0; first < kRows * kQueryVectors; first += kThreads) {
-      const int row = (first + threadIdx.x) / kQueryVectors, vector = threadIdx.x % kQueryVectors;
+      const int row = (first + thread) / kQueryVectors, vector = thread % kQueryVectors;
       copy_async_16(shared_address(rows + row * kQueryVectors + (vector ^ row % 2 * 4)),
                     heads + 2 * min(row, group - 1) * view.head_stride + vector * 16);
     }

@@ -1,87 +1,35 @@
 // Host side of the cluster kernel: in how many parts a unit is cut, which the driver has a say in.
-#include "device/persistent_grid.cuh"
+#include "device/sm90/cluster_launch.cuh"
 #include "step4_attend/sm90/decode_cluster_kernel.cuh"
 
 namespace msa {
 namespace {
 
-namespace sm90 = decode::sm90;
-
 template <int kWarps>
-constexpr int kSharedBytes = sizeof(sm90::ClusterStorage<kWarps>);
+constexpr int kSharedBytes = sizeof(decode::sm90::ClusterStorage<kWarps>);
 constexpr int kWarpsAlone = 8, kWarpsOfTwo = 4;  // of a CTA that has an SM, and of two on one
 
-// A launch of clusters of `splits` CTAs; its attributes must outlive it.
-struct ClusterLaunch {
-  cudaLaunchAttribute attributes[2]{};
-  cudaLaunchConfig_t config{};
-
-  ClusterLaunch(int64_t splits, dim3 grid, int threads, int shared_bytes,
-                const ExecContext& context) {
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {static_cast<unsigned>(splits), 1, 1};
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    config.gridDim = grid;
-    config.blockDim = dim3(static_cast<unsigned>(threads));
-    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-    config.stream = static_cast<cudaStream_t>(context.stream);
-    config.attrs = attributes;
-    config.numAttrs = 2;
-  }
-};
-
-// Raises the kernel's limits on the device, once.
-template <auto kernel>
-void allow_large_clusters(const ExecContext& context, int shared_bytes) {
-  static std::array<std::atomic<bool>, kMaxDevices> done{};
-  const bool cached = context.device >= 0 && context.device < kMaxDevices;
-  if (cached && done[context.device].load(std::memory_order_relaxed)) return;
-  allow_shared_memory<kernel>(context.op, context.device, shared_bytes);
-  check_cuda(context.op,
-             cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-             "allowing clusters of 16");
-  if (cached) done[context.device].store(true);
-}
-
 // Clusters of `splits` CTAs of `kWarps` warps that the device runs at once, whatever the caches
-// hold; a cluster lies within a GPC.
+// hold.
 template <int kWarps>
 int64_t resident_clusters(int64_t splits, const ExecContext& context) {
-  constexpr auto kernel = sm90::msa_decode_cluster_sm90_kernel<__nv_bfloat16, true, kWarps>;
-  static std::array<std::array<std::atomic<int>, kMaxClusterSplits + 1>, kMaxDevices> known{};
-  const bool cached = context.device >= 0 && context.device < kMaxDevices;
-  if (cached) {
-    if (const int count = known[context.device][splits].load(std::memory_order_relaxed)) {
-      return count - 1;
-    }
-  }
-  allow_large_clusters<kernel>(context, kSharedBytes<kWarps>);
-  ClusterLaunch launch(splits, dim3(static_cast<unsigned>(splits)), kWarps * 32,
-                       kSharedBytes<kWarps>, context);
-  launch.config.numAttrs = 1;
-  int count = 0;
-  if (cudaOccupancyMaxActiveClusters(&count, kernel, &launch.config) != cudaSuccess) {
-    cudaGetLastError();  // a size that this device has no clusters of
-    count = 0;
-  }
-  if (cached) known[context.device][splits].store(count + 1);  // 0: not asked yet
-  return count;
+  constexpr auto kernel = decode::sm90::msa_decode_cluster_sm90_kernel<__nv_bfloat16, true, kWarps>;
+  return sm90::resident_clusters<kernel>(splits, kWarps * 32, kSharedBytes<kWarps>, context);
 }
 
 template <typename Element, bool kSparse, int kWarps>
 void launch(const DecodeParams& params, const ExecContext& context) {
-  constexpr auto kernel = sm90::msa_decode_cluster_sm90_kernel<Element, kSparse, kWarps>;
-  allow_large_clusters<kernel>(context, kSharedBytes<kWarps>);
+  constexpr auto kernel = decode::sm90::msa_decode_cluster_sm90_kernel<Element, kSparse, kWarps>;
+  sm90::allow_large_clusters<kernel>(context, kSharedBytes<kWarps>);
   const BatchView& batch = params.attend.batch;
-  const ClusterLaunch launch(
+  const sm90::ClusterLaunch launch(
       params.splits,
       dim3(static_cast<unsigned>(params.splits), static_cast<unsigned>(batch.num_tokens),
            static_cast<unsigned>(params.attend.num_kv_heads)),
       kWarps * 32, kSharedBytes<kWarps>, context);
   const auto rows =
       static_cast<int32_t>((params.attend.group_size + params.splits - 1) / params.splits);
-  const sm90::ClusterParams kernel_params{params, rows, (65536 + rows - 1) / rows};
+  const decode::sm90::ClusterParams kernel_params{params, rows, (65536 + rows - 1) / rows};
   check_cuda(context.op, cudaLaunchKernelEx(&launch.config, kernel, kernel_params),
              "launching msa_decode_cluster_sm90_kernel");
 }

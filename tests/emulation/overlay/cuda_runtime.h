@@ -102,6 +102,7 @@ inline unsigned __ballot_sync(unsigned mask, bool vote) {
   return result;
 }
 inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
+inline bool __all_sync(unsigned mask, bool vote) { return !__any_sync(mask, !vote); }
 
 // Lanes stay within their `width` neighbours.
 template <typename Value>

@@ -24,6 +24,12 @@ inline int32_t fetch_and_increment(int32_t* counter) {
   return before;
 }
 
+inline void wait_for_word(const int32_t* word, int32_t value) {
+  while (!__all_sync(0xffffffffu, *static_cast<const volatile int32_t*>(word) == value)) {
+    __nanosleep(0);
+  }
+}
+
 inline void prefetch_to_l2(const void*) {}
 
 inline float max_or_nan(float a, float b) {

@@ -10,6 +10,12 @@ inline void barrier_init(uint64_t* barrier, uint32_t arrivals) {
 }
 inline void fence_barrier_init() {}
 inline void barrier_arrive(uint64_t* barrier) { emulation::barrier_arrive(barrier, 0); }
+inline void barrier_arrive(uint64_t* barrier, uint32_t arrivals) {
+  for (uint32_t i = 0; i < arrivals; ++i) emulation::barrier_arrive(barrier, 0);
+}
+inline void barrier_arrive_behind_copies(uint64_t* barrier) {
+  emulation::arrive_behind(emulation::kCopies, barrier);
+}
 inline void barrier_arrive_warp(uint64_t* barrier) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
