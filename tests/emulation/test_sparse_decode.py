@@ -205,6 +205,8 @@ def test_long_rows(library, cache, topk, hkv, sms, launched):
 
 EVEN = [(2, 9 * BLOCK + 70), (2, 300), (2, 40), (2, 1), (2, 8 * BLOCK)]
 """with padding 11, two a request: each is the one that is guessed"""
+EVEN_DRAFTS = [(5, 6 * BLOCK + 2), (5, 300), (5, 9), (5, 500)]
+"""with padding 21, five a request"""
 
 
 def spread_out(case, columns: slice, seed=0):
@@ -241,9 +243,21 @@ def spread_out(case, columns: slice, seed=0):
 def test_tables(library, cache, way, lengths, columns):
     """More pages than a CTA copies, rows that are no vectors of 16 bytes or not contiguous: the
     bits are those of the short table."""
+    check_tables(library, cache, way, lengths, columns)
+
+
+@pytest.mark.parametrize("columns", [slice(0, 1040), slice(1, 1040), slice(0, 1040, 2)], ids=str)
+@pytest.mark.parametrize("lengths", [EVEN_DRAFTS, DRAFTS], ids=["guessed", "ragged"])
+@pytest.mark.parametrize("cache", CACHES, ids=dtype_name)
+def test_tables_of_pairs(library, cache, lengths, columns):
+    """The same where two tokens, perhaps of two requests, share a CTA."""
+    check_tables(library, cache, "pairs", lengths, columns)
+
+
+def check_tables(library, cache, way, lengths, columns):
     _, topk, hkv = WAYS[way][:3]
     options = {"dtype": torch.bfloat16, "cache_dtype": cache, "topk": topk}
-    padding = 1 if lengths is EVEN else 3
+    padding = 1 if lengths in (EVEN, EVEN_DRAFTS) else 3
     case = make_case(lengths, hq=8 * hkv, hkv=hkv, padding_rows=padding, **options)
     case = case.with_(ids=shared_selection(case, 0.7))
     want = check(library, case, way, seed=0)
