@@ -124,22 +124,17 @@ __device__ __forceinline__ int64_t load_id(const IdsView& ids, int64_t head, int
                                     : static_cast<const int32_t*>(ids.data)[offset];
 }
 
-// An id on its way: nothing waits for it before it is made whole.
+// An id on its way: nothing waits for it before it is looked at.
 struct LoadingId {
   int32_t low = -1, high = 0;  // words; of int32 ids the first is the id
 };
-
-__device__ __forceinline__ const int32_t* words_of_id(const IdsView& ids, int64_t head,
-                                                      int64_t token, int64_t slot) {
-  const int64_t offset = head * ids.head_stride + token * ids.token_stride + slot * ids.slot_stride;
-  return static_cast<const int32_t*>(ids.data) + (offset << (ids.dtype == DType::kInt64 ? 1 : 0));
-}
 
 // -1 where the entry is not `there`.
 __device__ __forceinline__ LoadingId start_load_id(const IdsView& ids, int64_t head, int64_t token,
                                                    int64_t slot, bool there) {
   const bool is_wide = ids.dtype == DType::kInt64;
-  const int32_t* words = words_of_id(ids, head, token, slot);
+  const int64_t offset = head * ids.head_stride + token * ids.token_stride + slot * ids.slot_stride;
+  const int32_t* words = static_cast<const int32_t*>(ids.data) + (offset << (is_wide ? 1 : 0));
   LoadingId id;
   load_if(there, words, id.low);
   load_if(there && is_wide, words + 1, id.high);

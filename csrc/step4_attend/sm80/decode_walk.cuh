@@ -153,7 +153,10 @@ struct WarpSlices {
   __device__ __forceinline__ int32_t tokens_of(int32_t index, const LoadingId& id) const {
     const auto first = static_cast<int32_t>(slice_of(index) % S::kPerBlock) * S::kTokens;
     const bool counts = slot_of(index) < row.blocks && (!kSparse || is_visible(id, row.visible));
-    const int32_t valid = min(S::kTokens, row.pos + 1 - block_of(index, id) * kBlock - first);
+    // Without a sign: an id that does not count may be any number.
+    const auto block = static_cast<uint32_t>(block_of(index, id));
+    const auto left = static_cast<int32_t>(row.pos + 1 - block * kBlock - first);
+    const int32_t valid = min(S::kTokens, left);
     return first << kValidBits | (counts ? max(valid, 0) : 0);
   }
   __device__ __forceinline__ int32_t page_of_counting(int32_t tokens, int32_t block) const {

@@ -31,9 +31,9 @@
 //           where the guess was wrong. paged_decode needs no ids: it loads pages beside the
 //           position. Then o goes to the CTAs that own its rows; they merge the parts and store.
 //           One launch, no workspace.
-// Barriers  __syncthreads before the rounds: the table is there; q is there. 1st of a round: the
-//           maxima are there, V of the round before, q and the table have been read; 2nd: P and V
-//           are there, the maxima have been read.
+// Barriers  __syncthreads before the rounds: the table is there; then q is there, the table has
+//           been read. 1st of a round: the maxima are there, q and V of the round before have been
+//           read; 2nd: P and V are there, the maxima have been read.
 //           cluster  arrive at the start, wait before the first send: every CTA has started.
 //           arrived  1 arrival, and the bytes of all parts of this CTA's rows. Nobody touches the
 //                    memory of a CTA after that, so CTAs end when they like. Not of a CTA alone:

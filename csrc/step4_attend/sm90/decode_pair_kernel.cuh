@@ -9,7 +9,7 @@
 //           each into the order of products, threads 0 to 2 K - 1 make the union of the tokens'
 //           entries, one each.
 // Registers o of 2 x 16 x 128; q is read from shared memory part by part.
-// Shared    ring   warps x 2 stages x (K 4096, V 4096)             69,632 (139,264 with 8 warps)
+// Shared    ring   warps x 17,408: 2 stages of (K 4096, V 4096)    69,632 (139,264 with 8 warps)
 //           q      [token][product][lane] 16 bytes                    8,192
 //           table  the first 1,024 pages of the first token's request, where the first warp's
 //                  stages will lie; q as it comes, where the second's will
@@ -18,7 +18,8 @@
 //           others scales, (m, l), tokens of each stage's slice that count, keys of the union
 // Barriers  __syncthreads: around the steps of the union, and once before the merge of the warps.
 // Timeline  ids, positions, table, q and scales, none waits for another; the union; then as in
-//           decode_walk.cuh; a slice that one token wants is multiplied for that one alone.
+//           decode_walk.cuh, but K of slice + 2 is asked for behind S, V behind O; a slice that one
+//           token wants is multiplied for that one alone.
 // Unseen    a slice's copy reaches to the last key that either token sees. Where they see unlike
 //           many, each has V's other rows masked out in registers: 0 * NaN is NaN.
 // Order     a warp takes the same 16 or 32 tokens of every block, in ascending order of blocks, so
@@ -42,6 +43,9 @@ constexpr int kPairTokens = 2, kPairStages = 2;
 constexpr int kPairRingBytes = kPairTokens * kRows * kOStride * static_cast<int>(sizeof(float));
 static_assert(kPairRingBytes >= kPairStages * 2 * kPartBytes && kPairRingBytes % 1024 == 0);
 constexpr uint32_t kPairTablePages = 1024;  // of 131,072 tokens
+static_assert(kPairTablePages * sizeof(int32_t) <= kPairRingBytes &&
+                  kPairTokens * kRows * kQueryVectors * 16 <= kPairRingBytes,
+              "table and q: a warp's ring each");
 constexpr int32_t kNoKey = 0x7fffffff;
 
 struct UnionEntry {
