@@ -11,6 +11,10 @@
 
 namespace msa {
 
+// The most pages that a kernel copies: of 131,072 tokens. The page of a later block is a load of
+// its own behind the id.
+constexpr uint32_t kTableRowPages = 1024;
+
 struct TableRow {
   const int32_t* pages;  // all of them, in global memory
   uint32_t copied;       // pages that come to shared memory

@@ -7,7 +7,7 @@
 //
 // Grid      T x ceil(Hkv / kWarps), CTAs of up to kWarps warps, a warp a row.
 // Roles     all warps alike; lane k holds entry k of the row's ids (K <= 32).
-// Shared    table  the first kTablePages pages of the request that the token is probably of  4,096
+// Shared    table  the first kTableRowPages pages of the token's probable request             4,096
 // Barriers  __syncthreads: the table is there.
 // Timeline  table, position by the same guess, ids: none waits for another | pages, from the table
 //           | store. Latency is all that it costs. Pages further on, and those of tables whose rows
@@ -29,8 +29,7 @@
 namespace msa::decode_view::sm80 {
 
 constexpr int kWarps = 4;
-constexpr uint32_t kTablePages = 1024;  // of 131,072 tokens
-constexpr int kSharedBytes = kTablePages * sizeof(int32_t);
+constexpr int kSharedBytes = kTableRowPages * sizeof(int32_t);
 
 __global__ void __launch_bounds__(kWarps * 32)
     msa_decode_view_sm80_kernel(const __grid_constant__ DecodeViewParams params,
@@ -53,7 +52,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   // under way, the second from waiting for the copies there.
   const int32_t request = guess_request(batch, token, each);
   const TableRow first_pages =
-      copy_table_row<kTablePages>(batch, request, guesses, table, blockDim.x);
+      copy_table_row<kTableRowPages>(batch, request, guesses, table, blockDim.x);
   const PositionGuess guess = guess_position(batch, request);
   __syncwarp();
   const LoadingId id = start_load_id(ids, head, token, lane, has_entry);

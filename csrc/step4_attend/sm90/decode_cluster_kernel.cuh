@@ -53,10 +53,9 @@ namespace msa::decode::sm90 {
 using namespace msa::decode::sm80;
 namespace hopper = msa::sm90;
 
-constexpr int kVectorColumns = 16;      // of o, what a warp owns one or two of
-constexpr uint32_t kTablePages = 1024;  // of 131,072 tokens
-constexpr int kRounds = 2;              // stages of a warp's ring
-static_assert(kTablePages * sizeof(int32_t) <= 2 * kPartBytes, "a stage of a warp");
+constexpr int kVectorColumns = 16;  // of o, what a warp owns one or two of
+constexpr int kRounds = 2;          // stages of a warp's ring
+static_assert(kTableRowPages * sizeof(int32_t) <= 2 * kPartBytes, "a stage of a warp");
 
 struct ClusterParams {
   DecodeParams decode;
@@ -284,8 +283,8 @@ __global__ void __launch_bounds__(kWarps * 32, 8 / kWarps)
   __syncwarp();
   const bool guesses = guess.request >= 0;
   auto* const table = reinterpret_cast<int32_t*>(shared.ring[0][kRounds - 1]);
-  const TableRow first_pages =
-      copy_table_row<kSparse ? kTablePages : 0>(batch, guess.request, guesses, table, kWarps * 32);
+  const TableRow first_pages = copy_table_row<kSparse ? kTableRowPages : 0>(
+      batch, guess.request, guesses, table, kWarps * 32);
   int32_t page = -1;
   __syncwarp();
   if (!kSparse) first_pages.load_others(batch, guesses, lane_slot, page);

@@ -42,8 +42,7 @@ constexpr int kPairTokens = 2, kPairStages = 2;
 // Of a warp: its stages, and then o of both tokens in their place.
 constexpr int kPairRingBytes = kPairTokens * kRows * kOStride * static_cast<int>(sizeof(float));
 static_assert(kPairRingBytes >= kPairStages * 2 * kPartBytes && kPairRingBytes % 1024 == 0);
-constexpr uint32_t kPairTablePages = 1024;  // of 131,072 tokens
-static_assert(kPairTablePages * sizeof(int32_t) <= kPairRingBytes &&
+static_assert(kTableRowPages * sizeof(int32_t) <= kPairRingBytes &&
                   kPairTokens * kRows * kQueryVectors * 16 <= kPairRingBytes,
               "table and q: a warp's ring each");
 constexpr int32_t kNoKey = 0x7fffffff;
@@ -347,8 +346,8 @@ __global__ void __launch_bounds__(kWarps * 32)
   auto* const table = reinterpret_cast<int32_t*>(shared.ring[0]);
   auto* const queries = reinterpret_cast<uint4*>(shared.ring[1]);
   const int32_t request = guesses[0].request;
-  const TableRow first_pages = copy_table_row<kPairTablePages>(batch, request, request >= 0, table,
-                                                               PairStorage<kWarps>::kThreads);
+  const TableRow first_pages = copy_table_row<kTableRowPages>(batch, request, request >= 0, table,
+                                                              PairStorage<kWarps>::kThreads);
 #pragma unroll
   for (int i = 0; i < kPairTokens; ++i) {
     Query<Element>::template fetch<PairStorage<kWarps>::kThreads>(
